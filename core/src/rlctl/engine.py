@@ -1,0 +1,373 @@
+"""The Engine facade: what trainers and roles call. It reaches a backend only through hooks.
+
+Each Engine owns a small plugin manager: exactly one provider, plus wrappers. Raw ``pm.hook`` never leaves this module:
+pluggy takes a missing keyword with a warning and an extra one silently, so the facade is the typed way in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pluggy
+import torch
+
+from rlctl import hookspecs
+from rlctl.batch import PackedBatch, padding_like
+from rlctl.errors import EngineError
+from rlctl.generation import Completion, GenerateRequest, ScoreRequest, TokenScores
+from rlctl.logits import LogitsReader, LossFn, LossOutput
+from rlctl.microbatch import MicroBatchPlan, assign, min_count
+from rlctl.normalizer import item_weights
+from rlctl.normalizer_modes import LossAggMode
+from rlctl.records import BackendKind
+from rlctl.topology import Topology
+
+
+@dataclass(frozen=True)
+class MeshInfo:
+    """This rank's place, from the engine's own mesh.
+
+    Args:
+        rank, world_size: in the engine's group.
+        dp_rank, dp_size: data parallel coordinates; ranks of one replica share a dp_rank.
+        is_collect: output is taken from exactly one rank of each replica.
+        coordinates: axis name -> index.
+        device: torch device string of this rank.
+        token_multiplier: factor of the token budget of a micro-batch (usp x cp).
+        count_multiple: the number of micro-batches is rounded up to a multiple of it (pipeline schedules).
+        handle: the engine's own mesh object, opaque to core.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
+    is_collect: bool = True
+    coordinates: Mapping[str, int] = field(default_factory=dict)
+    device: str = "cpu"
+    token_multiplier: int = 1
+    count_multiple: int = 1
+    handle: Any = None
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What was built.
+
+    Args:
+        num_parameters: total parameters of the model, over all ranks, tied ones once.
+        vocab_size: size of the output vocabulary.
+        model_family: ``config.model_type`` of the model.
+        notes: decisions worth showing (attention path and why, reader kind, wrapping, compile).
+    """
+
+    num_parameters: int
+    vocab_size: int
+    model_family: str
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MicroOutput:
+    """One micro-batch's numbers: python floats, and detached CPU tensors of its items."""
+
+    loss: float
+    sums: Mapping[str, float]
+    maxes: Mapping[str, float]
+    items: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """``grad_norm`` before clipping, of the whole model; ``skipped`` when it was not finite."""
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+@dataclass(frozen=True)
+class TrainOutput:
+    """One mini-batch: ``loss`` and ``sums`` are over the whole mini-batch and all data parallel ranks."""
+
+    loss: float
+    sums: Mapping[str, float]
+    maxes: Mapping[str, float]
+    step: StepOutput
+    num_micro_batches: int
+
+
+def load_target(target: str) -> Any:
+    """Import ``module:attribute``."""
+    import importlib
+
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+class Engine:
+    """One rank's view of one model on one backend.
+
+    Args:
+        provider: the backend's engine object, with ``@hookimpl`` methods.
+        kind: which hooks are required of it.
+        name: backend name, for messages.
+        wrappers: (name, object) pairs whose hooks are all ``wrapper=True``.
+
+    Raises:
+        EngineError: a required hook has not exactly one provider, or a wrapper is none.
+    """
+
+    def __init__(
+        self, provider: object, kind: BackendKind, name: str, wrappers: Sequence[tuple[str, object]] = ()
+    ) -> None:
+        self.kind = kind
+        self.name = name
+        self.mesh: MeshInfo | None = None
+        self.info: EngineInfo | None = None
+        self._pm = pluggy.PluginManager(hookspecs.PROJECT)
+        self._pm.add_hookspecs(hookspecs.EngineSpecs)
+        self._register("provider", provider)
+        for wrapper_name, wrapper in wrappers:
+            self._register(wrapper_name, wrapper)
+            callers = self._pm.get_hookcallers(wrapper) or []
+            bad = sorted(
+                c.name
+                for c in callers
+                for i in c.get_hookimpls()
+                if i.plugin is wrapper and not (i.wrapper or i.hookwrapper)
+            )
+            if bad:
+                self._pm.unregister(wrapper)
+                raise EngineError(
+                    f"{wrapper_name!r} may only wrap the engine {name!r}",
+                    found=f"plain hooks {', '.join(bad)}",
+                    wanted="@hookimpl(wrapper=True)",
+                )
+        required = hookspecs.TRAIN_HOOKS if kind is BackendKind.TRAIN else hookspecs.ROLLOUT_HOOKS
+        missing = [h for h in required if not self.provides(h)]
+        if missing:
+            raise EngineError(
+                f"the engine of {name!r} does not implement the whole contract",
+                found=f"missing {', '.join(missing)}",
+                wanted=f"every hook of a {kind} engine",
+                next="see docs/write-a-plugin.md",
+            )
+        self._hooks = cast(hookspecs.EngineHooks, self._pm.hook)
+
+    def _register(self, name: str, plugin: object) -> None:
+        try:
+            self._pm.register(plugin, name)
+            self._pm.check_pending()
+        except pluggy.PluginValidationError as error:
+            # pluggy leaves a plugin registered when check_pending fails, and does not when register fails.
+            if self._pm.is_registered(plugin):
+                self._pm.unregister(plugin)
+            raise EngineError(f"{name!r} of {self.name!r} does not fit the hooks", found=str(error)) from error
+
+    def provides(self, hook: str) -> bool:
+        """True when the provider implements ``hook``."""
+        impls = getattr(self._pm.hook, hook).get_hookimpls()
+        return [i.plugin_name for i in impls if not (i.wrapper or i.hookwrapper)] == ["provider"]
+
+    def _answer(self, hook: str, value: Any) -> Any:
+        if value is None:
+            raise EngineError(f"{hook} of {self.name!r} returned nothing", found="None", wanted="a result")
+        return value
+
+    # ---- both kinds -------------------------------------------------------------------------------------------
+    def build(
+        self,
+        topology: Topology,
+        settings: Mapping[str, Any],
+        model: Mapping[str, Any],
+        optimizer: Mapping[str, Any] | None = None,
+        forward_only: bool = False,
+    ) -> EngineInfo:
+        """Build the mesh, then the model (see the hooks of the same names)."""
+        mesh = self._answer("rlctl_build_mesh", self._hooks.rlctl_build_mesh(topology=topology, settings=settings))
+        self.mesh = mesh
+        self.info = self._answer(
+            "rlctl_engine_init",
+            self._hooks.rlctl_engine_init(mesh=mesh, model=model, optimizer=optimizer, forward_only=forward_only),
+        )
+        return cast(EngineInfo, self.info)
+
+    def release(self, *parts: str) -> bool:
+        return bool(self._hooks.rlctl_release(parts=parts))
+
+    def resume(self, *parts: str) -> bool:
+        return bool(self._hooks.rlctl_resume(parts=parts))
+
+    def shutdown(self) -> None:
+        self._hooks.rlctl_shutdown()
+
+    # ---- training ---------------------------------------------------------------------------------------------
+    def reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
+        """Reduce numbers over data parallel ranks (identity on one)."""
+        assert self.mesh is not None, "build the engine first"
+        if self.mesh.dp_size == 1:
+            return list(values)
+        return self._answer("rlctl_reduce", self._hooks.rlctl_reduce(values=list(values), op=op))
+
+    def micro_batches(self, batch: PackedBatch, plan: MicroBatchPlan) -> tuple[list[PackedBatch], list[list[int]]]:
+        """Split a local mini-batch, the count agreed over data parallel ranks before any collective of the model.
+
+        Raises:
+            BatchError: a row is over the token bound; raised on every rank, so that none waits for another.
+        """
+        assert self.mesh is not None, "build the engine first"
+        if plan.max_tokens is not None:
+            plan = MicroBatchPlan(max_tokens=plan.max_tokens * self.mesh.token_multiplier)
+        lengths = batch.lengths
+        bound = plan.max_tokens
+        longest = max(lengths, default=0)
+        worst = int(self.reduce([longest], "max")[0])
+        if bound is not None and worst > bound >= longest:
+            from rlctl.errors import BatchError
+
+            raise BatchError(
+                "another rank has a row longer than a micro-batch may be", found=worst, wanted=f"at most {bound} tokens"
+            )
+        count = int(self.reduce([min_count(lengths, plan)], "max")[0])
+        groups = assign(lengths, plan, count, self.mesh.count_multiple)
+        return [batch.select(g) if g else padding_like(batch) for g in groups], groups
+
+    def forward_backward(
+        self, micro_batches: Sequence[PackedBatch], loss_fn: LossFn, forward_only: bool
+    ) -> list[MicroOutput]:
+        out = self._hooks.rlctl_forward_backward(
+            micro_batches=micro_batches, loss_fn=loss_fn, forward_only=forward_only
+        )
+        return self._answer("rlctl_forward_backward", out)
+
+    def optimizer_step(self) -> StepOutput:
+        return self._answer("rlctl_optimizer_step", self._hooks.rlctl_optimizer_step())
+
+    def train_batch(
+        self,
+        batch: PackedBatch,
+        loss_fn: LossFn,
+        plan: MicroBatchPlan,
+        agg_mode: LossAggMode | str = LossAggMode.TOKEN_MEAN,
+        norm_length: int | None = None,
+    ) -> TrainOutput:
+        """One optimizer step on one local mini-batch.
+
+        Adds item field ``item_weight`` (see :mod:`rlctl.normalizer`) unless the batch already carries it, splits into
+        micro-batches, runs them all, steps once.
+        """
+        if "item_weight" not in batch.items:
+            weights = item_weights(batch, agg_mode, reduce=self.reduce, norm_length=norm_length)
+            batch = batch.with_items(item_weight=weights)
+        micro_batches, _ = self.micro_batches(batch, plan)
+        self._hooks.rlctl_set_mode(train=True)
+        outputs = self.forward_backward(micro_batches, loss_fn, forward_only=False)
+        loss, sums, maxes = self._collect(outputs)
+        return TrainOutput(loss, sums, maxes, self.optimizer_step(), len(micro_batches))
+
+    def _collect(self, outputs: Sequence[MicroOutput]) -> tuple[float, dict[str, float], dict[str, float]]:
+        sum_names = sorted({k for o in outputs for k in o.sums})
+        max_names = sorted({k for o in outputs for k in o.maxes})
+        local = [sum(o.loss for o in outputs), *(sum(o.sums.get(k, 0.0) for o in outputs) for k in sum_names)]
+        total = self.reduce(local, "sum")
+        top = [max(o.maxes.get(k, float("-inf")) for o in outputs) for k in max_names]
+        if max_names:
+            top = self.reduce(top, "max")
+        return total[0], dict(zip(sum_names, total[1:], strict=True)), dict(zip(max_names, top, strict=True))
+
+    def infer_batch(
+        self, batch: PackedBatch, plan: MicroBatchPlan, want: Sequence[str] = ("log_probs",)
+    ) -> dict[str, torch.Tensor]:
+        """Score known sequences without gradients.
+
+        Args:
+            want: among ``log_probs`` and ``entropy``.
+
+        Returns:
+            ``{name: [N] float32 on the CPU}`` in the order of ``batch``; zero where ``loss_mask`` is False.
+        """
+        micro_batches, groups = self.micro_batches(batch, plan)
+        self._hooks.rlctl_set_mode(train=False)
+        outputs = self.forward_backward(micro_batches, _ScoreLoss(tuple(want)), forward_only=True)
+        starts = batch.cu_seqlens.tolist()
+        result = {name: torch.zeros(batch.num_items) for name in want}
+        for rows, out in zip(groups, outputs, strict=True):
+            if not rows:
+                continue
+            index = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in rows])
+            for name in want:
+                result[name][index] = out.items[name].float().cpu()
+        return result
+
+    def eval_loss(
+        self,
+        batch: PackedBatch,
+        loss_fn: LossFn,
+        plan: MicroBatchPlan,
+        agg_mode: LossAggMode | str = LossAggMode.TOKEN_MEAN,
+    ) -> tuple[float, dict[str, float]]:
+        """The loss of one mini-batch without gradients: (loss, sums), over all data parallel ranks."""
+        if "item_weight" not in batch.items:
+            batch = batch.with_items(item_weight=item_weights(batch, agg_mode, reduce=self.reduce))
+        micro_batches, _ = self.micro_batches(batch, plan)
+        self._hooks.rlctl_set_mode(train=False)
+        loss, sums, _ = self._collect(self.forward_backward(micro_batches, loss_fn, forward_only=True))
+        return loss, sums
+
+    def export_weights(self, dtype: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._answer("rlctl_export_weights", self._hooks.rlctl_export_weights(dtype=dtype))
+
+    def move(self, device: str, *parts: str) -> None:
+        self._hooks.rlctl_move(device=device, parts=parts)
+
+    def save_state(self, path: Path) -> None:
+        self._answer("rlctl_save_state", self._hooks.rlctl_save_state(path=path))
+
+    def load_state(self, path: Path) -> None:
+        self._answer("rlctl_load_state", self._hooks.rlctl_load_state(path=path))
+
+    def local_module(self) -> Any:
+        return self._hooks.rlctl_local_module() if self.provides("rlctl_local_module") else None
+
+    # ---- rollout ----------------------------------------------------------------------------------------------
+    def generate(
+        self, request: GenerateRequest, on_done: Callable[[Completion], None] | None = None
+    ) -> list[Completion]:
+        out = self._answer("rlctl_generate", self._hooks.rlctl_generate(request=request, on_done=on_done))
+        wanted = len(request.prompts) * request.params.n
+        if len(out) != wanted:
+            raise EngineError(f"{self.name!r} returned another number of completions", found=len(out), wanted=wanted)
+        return out
+
+    def score(self, request: ScoreRequest) -> list[TokenScores]:
+        return self._answer("rlctl_score", self._hooks.rlctl_score(request=request))
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> dict[str, Any]:
+        return self._answer("rlctl_load_weights", self._hooks.rlctl_load_weights(weights=weights, version=version))
+
+    def attach_module(self, module: Any, version: int) -> bool:
+        if not self.provides("rlctl_attach_module"):
+            return False
+        return bool(self._hooks.rlctl_attach_module(module=module, version=version))
+
+    def weight_fingerprint(self, names: Sequence[str]) -> dict[str, str]:
+        return self._answer("rlctl_weight_fingerprint", self._hooks.rlctl_weight_fingerprint(names=names))
+
+
+@dataclass(frozen=True)
+class _ScoreLoss:
+    want: tuple[str, ...]
+
+    def __call__(self, reader: LogitsReader, batch: PackedBatch) -> LossOutput:
+        items: dict[str, torch.Tensor] = {}
+        if set(self.want) == {"log_probs", "entropy"}:
+            items["log_probs"], items["entropy"] = reader.log_prob_and_entropy()
+        else:
+            for name in self.want:
+                assert name in ("log_probs", "entropy"), name
+                items[name] = reader.log_prob() if name == "log_probs" else reader.entropy()
+        return LossOutput(loss=next(iter(items.values())).sum(), items={k: v.detach() for k, v in items.items()})

@@ -1,0 +1,1 @@
+"""rlctl FSDP2 backend."""
