@@ -1,0 +1,97 @@
+"""Training weights to rollout weights, fingerprinted.
+
+Two in-process ways live here: the rollout engine generates from the training module itself (*shared*), or takes the
+exported Hugging Face tensors (*copy*). After a copy, each tensor's fingerprint is taken on both sides and compared, so
+a stale, partial or wrongly mapped sync stops the run instead of shifting its reward.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from rlctl.engine import Engine
+from rlctl.errors import GuardError
+
+_SAMPLE = 4096
+
+
+def fingerprint_tensor(tensor: torch.Tensor) -> str:
+    """Short hexadecimal fingerprint of a tensor: shape, dtype, an evenly strided sample of its bytes, and its sum.
+
+    The sum covers every element, so a change outside the sample shows too; the sample tells permutations apart.
+    """
+    flat = tensor.detach().reshape(-1)
+    stride = max(1, flat.numel() // _SAMPLE)
+    sample = flat[::stride][:_SAMPLE].contiguous().cpu()
+    digest = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+    digest.update(sample.view(torch.uint8).numpy().tobytes())
+    # float64 keeps the sum exact enough to be the same on one device in one order; it is rounded for the rest.
+    digest.update(f"{flat.sum(dtype=torch.float64).item():.9e}".encode())
+    return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one sync did."""
+
+    version: int
+    how: str
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+
+
+def sync_weights(
+    actor: Engine, rollout: Engine, version: int, *, share: bool, verify: bool, dtype: str | None
+) -> SyncReport:
+    """Make ``rollout`` serve the weights of ``actor``.
+
+    Args:
+        version: counts syncs; the rollout engine drops every cache of older versions.
+        share: try to hand over the live module first.
+        verify: compare fingerprints after a copy.
+        dtype: dtype of the copy, None for the master weights'.
+
+    Raises:
+        GuardError: a name was not loaded, or a fingerprint differs.
+    """
+    start = time.perf_counter()
+    if share:
+        module = actor.local_module()
+        if module is not None and rollout.attach_module(module, version):
+            return SyncReport(version, "shared", 0, 0, time.perf_counter() - start)
+    sent: dict[str, str] = {}
+    num_bytes = 0
+
+    def outgoing() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal num_bytes
+        for name, tensor in actor.export_weights(dtype):
+            sent[name] = fingerprint_tensor(tensor) if verify else ""
+            num_bytes += tensor.numel() * tensor.element_size()
+            yield name, tensor
+
+    result = rollout.load_weights(outgoing(), version)
+    not_loaded = sorted(set(sent) - set(result["loaded"]))
+    if not_loaded or result.get("missing"):
+        raise GuardError(
+            f"weight sync {version} does not cover the rollout model",
+            found=f"not taken: {', '.join(not_loaded[:5]) or 'none'}; never sent: {', '.join(result.get('missing', [])[:5]) or 'none'}",
+            wanted="every tensor of the model exactly once",
+            next="compare model.path of actor and rollout; `rlctl doctor` lists versions",
+        )
+    if verify:
+        served = rollout.weight_fingerprint(list(sent))
+        differing = [name for name, value in sent.items() if served.get(name) != value]
+        if differing:
+            raise GuardError(
+                f"weight sync {version}: the rollout engine serves other weights than were sent",
+                found=f"{len(differing)} of {len(sent)} tensors differ, first {differing[0]}",
+                wanted="equal fingerprints",
+                next="set guards.weight_fingerprint=false only if the rollout engine converts weights on purpose",
+            )
+    return SyncReport(version, "copy", len(sent), num_bytes, time.perf_counter() - start)
