@@ -9,6 +9,7 @@ its row), so the first item of each row has no prediction and its ``loss_mask`` 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -116,13 +117,21 @@ def pack(
         dtypes: dtype of a field; otherwise as :func:`torch.as_tensor` decides.
 
     Raises:
-        BatchError: fields disagree on a row's length (the row index is named), or a row is empty.
+        BatchError: fields disagree on a row's length, a row is empty, or a row's items have another shape than those of
+            row 0; the row index is named.
     """
     dtypes = dtypes or {}
     lengths: list[int] | None = None
     packed: dict[str, torch.Tensor] = {}
     for name, values in items.items():
         tensors = [torch.as_tensor(v, dtype=dtypes.get(name)) for v in values]
+        for i, t in enumerate(tensors):
+            if t.ndim == 0 or (t.numel() and t.shape[1:] != tensors[0].shape[1:]):
+                raise BatchError(
+                    f"row {i} of field {name!r} has another shape than row 0",
+                    found=f"shape {tuple(t.shape)}",
+                    wanted=f"[items of the row, {', '.join(map(str, tensors[0].shape[1:])) or 'nothing more'}]",
+                )
         own = [len(t) for t in tensors]
         if lengths is None:
             lengths = own
@@ -145,7 +154,10 @@ def pack(
 
 
 def concat(batches: Sequence[PackedBatch]) -> PackedBatch:
-    """Lay batches end to end. All must have the same fields; ``meta`` is the first one's."""
+    """Lay batches end to end. All must have the same fields; ``meta`` is the first one's.
+
+    The result is padding only when every part is.
+    """
     assert batches, "nothing to concatenate"
     first = batches[0]
     for b in batches[1:]:
@@ -157,6 +169,7 @@ def concat(batches: Sequence[PackedBatch]) -> PackedBatch:
         cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]),
         items={k: torch.cat([b.items[k] for b in batches]) for k in first.items},
         rows={k: torch.cat([b.rows[k] for b in batches]) for k in first.rows},
+        is_padding=all(b.is_padding for b in batches),
     )
 
 
@@ -168,29 +181,50 @@ def padding_like(batch: PackedBatch, num_items: int = 2) -> PackedBatch:
     return replace(
         batch,
         cu_seqlens=torch.tensor([0, num_items]),
-        items={k: torch.zeros((num_items, *v.shape[1:]), dtype=v.dtype) for k, v in batch.items.items()},
-        rows={k: torch.zeros((1, *v.shape[1:]), dtype=v.dtype) for k, v in batch.rows.items()},
+        # new_zeros keeps dtype and device.
+        items={k: v.new_zeros((num_items, *v.shape[1:])) for k, v in batch.items.items()},
+        rows={k: v.new_zeros((1, *v.shape[1:])) for k, v in batch.rows.items()},
         is_padding=True,
     )
 
 
 def save_batch(batch: PackedBatch, path: str) -> None:
-    """Write a batch as safetensors (for the dump of a non-finite step, or to carry it to another process)."""
+    """Write a batch as safetensors (for the dump of a non-finite step, or to carry it to another process).
+
+    Raises:
+        BatchError: ``meta`` holds a value that JSON cannot (the key is named).
+    """
     from safetensors.torch import save_file
 
-    tensors = {"cu_seqlens": batch.cu_seqlens}
-    tensors |= {f"items.{k}": v.contiguous() for k, v in batch.items.items()}
-    tensors |= {f"rows.{k}": v.contiguous() for k, v in batch.rows.items()}
-    save_file(tensors, path)
+    header = {"is_padding": batch.is_padding, "meta": dict(batch.meta)}
+    for key, value in batch.meta.items():
+        try:
+            json.dumps(value)
+        except TypeError as error:
+            raise BatchError(
+                f"meta field {key!r} cannot be saved",
+                found=type(value).__name__,
+                wanted="numbers, strings, lists or dicts",
+            ) from error
+    # clone: two fields may be one tensor (old and rollout log-probs in bypass mode), which safetensors refuses to write.
+    tensors = {"cu_seqlens": batch.cu_seqlens.clone()}
+    tensors |= {f"items.{k}": v.clone(memory_format=torch.contiguous_format) for k, v in batch.items.items()}
+    tensors |= {f"rows.{k}": v.clone(memory_format=torch.contiguous_format) for k, v in batch.rows.items()}
+    save_file(tensors, path, metadata={"rlctl": json.dumps(header)})
 
 
 def load_batch(path: str) -> PackedBatch:
-    """Read what :func:`save_batch` wrote (``meta`` is not kept)."""
+    """Read what :func:`save_batch` wrote. Sequences in ``meta`` come back as lists."""
+    from safetensors import safe_open
     from safetensors.torch import load_file
 
+    with safe_open(path, framework="pt") as file:
+        header = json.loads((file.metadata() or {}).get("rlctl", "{}"))
     tensors = load_file(path)
     return PackedBatch(
         tensors.pop("cu_seqlens"),
         {k.removeprefix("items."): v for k, v in tensors.items() if k.startswith("items.")},
         {k.removeprefix("rows."): v for k, v in tensors.items() if k.startswith("rows.")},
+        header.get("meta", {}),
+        header.get("is_padding", False),
     )

@@ -6,8 +6,9 @@ pluggy takes a missing keyword with a warning and an extra one silently, so the 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +17,8 @@ import torch
 
 from rlctl import hookspecs
 from rlctl.batch import PackedBatch, padding_like
-from rlctl.errors import EngineError
+from rlctl.engine_records import EngineInfo, MeshInfo, MicroOutput, StepOutput, TrainOutput
+from rlctl.errors import BatchError, EngineError
 from rlctl.generation import Completion, GenerateRequest, ScoreRequest, TokenScores
 from rlctl.logits import LogitsReader, LossFn, LossOutput
 from rlctl.microbatch import MicroBatchPlan, assign, min_count
@@ -25,79 +27,7 @@ from rlctl.normalizer_modes import LossAggMode
 from rlctl.records import BackendKind
 from rlctl.topology import Topology
 
-
-@dataclass(frozen=True)
-class MeshInfo:
-    """This rank's place, from the engine's own mesh.
-
-    Args:
-        rank, world_size: in the engine's group.
-        dp_rank, dp_size: data parallel coordinates; ranks of one replica share a dp_rank.
-        is_collect: output is taken from exactly one rank of each replica.
-        coordinates: axis name -> index.
-        device: torch device string of this rank.
-        token_multiplier: factor of the token budget of a micro-batch (usp x cp).
-        count_multiple: the number of micro-batches is rounded up to a multiple of it (pipeline schedules).
-        handle: the engine's own mesh object, opaque to core.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    dp_rank: int = 0
-    dp_size: int = 1
-    is_collect: bool = True
-    coordinates: Mapping[str, int] = field(default_factory=dict)
-    device: str = "cpu"
-    token_multiplier: int = 1
-    count_multiple: int = 1
-    handle: Any = None
-
-
-@dataclass(frozen=True)
-class EngineInfo:
-    """What was built.
-
-    Args:
-        num_parameters: total parameters of the model, over all ranks, tied ones once.
-        vocab_size: size of the output vocabulary.
-        model_family: ``config.model_type`` of the model.
-        notes: decisions worth showing (attention path and why, reader kind, wrapping, compile).
-    """
-
-    num_parameters: int
-    vocab_size: int
-    model_family: str
-    notes: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class MicroOutput:
-    """One micro-batch's numbers: python floats, and detached CPU tensors of its items."""
-
-    loss: float
-    sums: Mapping[str, float]
-    maxes: Mapping[str, float]
-    items: Mapping[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """``grad_norm`` before clipping, of the whole model; ``skipped`` when it was not finite."""
-
-    grad_norm: float
-    lr: float
-    skipped: bool
-
-
-@dataclass(frozen=True)
-class TrainOutput:
-    """One mini-batch: ``loss`` and ``sums`` are over the whole mini-batch and all data parallel ranks."""
-
-    loss: float
-    sums: Mapping[str, float]
-    maxes: Mapping[str, float]
-    step: StepOutput
-    num_micro_batches: int
+__all__ = ["Engine", "EngineInfo", "MeshInfo", "MicroOutput", "StepOutput", "TrainOutput", "load_target"]
 
 
 def load_target(target: str) -> Any:
@@ -134,18 +64,14 @@ class Engine:
         for wrapper_name, wrapper in wrappers:
             self._register(wrapper_name, wrapper)
             callers = self._pm.get_hookcallers(wrapper) or []
-            bad = sorted(
-                c.name
-                for c in callers
-                for i in c.get_hookimpls()
-                if i.plugin is wrapper and not (i.wrapper or i.hookwrapper)
-            )
-            if bad:
+            own = [(c.name, i) for c in callers for i in c.get_hookimpls() if i.plugin is wrapper]
+            bad = sorted(hook for hook, i in own if not i.wrapper)
+            if bad or not own:
                 self._pm.unregister(wrapper)
                 raise EngineError(
                     f"{wrapper_name!r} may only wrap the engine {name!r}",
-                    found=f"plain hooks {', '.join(bad)}",
-                    wanted="@hookimpl(wrapper=True)",
+                    found=f"plain hooks {', '.join(bad)}" if bad else "no hook at all",
+                    wanted="methods marked @hookimpl(wrapper=True)",
                 )
         required = hookspecs.TRAIN_HOOKS if kind is BackendKind.TRAIN else hookspecs.ROLLOUT_HOOKS
         missing = [h for h in required if not self.provides(h)]
@@ -162,6 +88,11 @@ class Engine:
         try:
             self._pm.register(plugin, name)
             self._pm.check_pending()
+        except ValueError as error:
+            # A name or an object that is registered already.
+            raise EngineError(
+                f"{name!r} of {self.name!r} is registered twice", found=str(error), wanted="one name for each wrapper"
+            ) from error
         except pluggy.PluginValidationError as error:
             # pluggy leaves a plugin registered when check_pending fails, and does not when register fails.
             if self._pm.is_registered(plugin):
@@ -175,6 +106,10 @@ class Engine:
 
     def _answer(self, hook: str, value: Any) -> Any:
         if value is None:
+            if not self.provides(hook):
+                raise EngineError(
+                    f"the engine {self.name!r} has no {hook}", found=f"a {self.kind} engine without it", wanted=hook
+                )
             raise EngineError(f"{hook} of {self.name!r} returned nothing", found="None", wanted="a result")
         return value
 
@@ -206,6 +141,10 @@ class Engine:
         self._hooks.rlctl_shutdown()
 
     # ---- training ---------------------------------------------------------------------------------------------
+    def set_mode(self, train: bool) -> None:
+        """Train or eval behaviour; the calls below set it themselves."""
+        self._hooks.rlctl_set_mode(train=train)
+
     def reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
         """Reduce numbers over data parallel ranks (identity on one)."""
         assert self.mesh is not None, "build the engine first"
@@ -217,7 +156,8 @@ class Engine:
         """Split a local mini-batch, the count agreed over data parallel ranks before any collective of the model.
 
         Raises:
-            BatchError: a row is over the token bound; raised on every rank, so that none waits for another.
+            BatchError: a row is over the token bound, or the first token of a row is in its loss mask (nothing predicts
+                it); raised on every rank, so that none waits for another.
         """
         assert self.mesh is not None, "build the engine first"
         if plan.max_tokens is not None:
@@ -225,12 +165,20 @@ class Engine:
         lengths = batch.lengths
         bound = plan.max_tokens
         longest = max(lengths, default=0)
-        worst = int(self.reduce([longest], "max")[0])
-        if bound is not None and worst > bound >= longest:
-            from rlctl.errors import BatchError
-
+        scored_first = _rows_scored_from_the_start(batch)
+        worst, any_scored_first = self.reduce([longest, len(scored_first)], "max")
+        if any_scored_first:
             raise BatchError(
-                "another rank has a row longer than a micro-batch may be", found=worst, wanted=f"at most {bound} tokens"
+                "the loss mask covers the first token of a row, which nothing predicts",
+                found=f"rows {', '.join(map(str, scored_first[:8]))}" if scored_first else "a row of another rank",
+                wanted="loss_mask False on the first token of each row",
+            )
+        if bound is not None and worst > bound >= longest:
+            raise BatchError(
+                "another rank has a row longer than a micro-batch may be",
+                found=f"{int(worst)} tokens",
+                wanted=f"at most {bound} tokens a row",
+                next="raise actor.max_tokens_per_device, or lower data.max_prompt_length / data.max_response_length",
             )
         count = int(self.reduce([min_count(lengths, plan)], "max")[0])
         groups = assign(lengths, plan, count, self.mesh.count_multiple)
@@ -266,18 +214,40 @@ class Engine:
         micro_batches, _ = self.micro_batches(batch, plan)
         self._hooks.rlctl_set_mode(train=True)
         outputs = self.forward_backward(micro_batches, loss_fn, forward_only=False)
-        loss, sums, maxes = self._collect(outputs)
+        loss, sums, maxes = self._collect(micro_batches, outputs)
         return TrainOutput(loss, sums, maxes, self.optimizer_step(), len(micro_batches))
 
-    def _collect(self, outputs: Sequence[MicroOutput]) -> tuple[float, dict[str, float], dict[str, float]]:
+    def _collect(
+        self, micro_batches: Sequence[PackedBatch], outputs: Sequence[MicroOutput]
+    ) -> tuple[float, dict[str, float], dict[str, float]]:
+        if len(outputs) != len(micro_batches):
+            raise EngineError(
+                f"rlctl_forward_backward of {self.name!r} left micro-batches out",
+                found=f"{len(outputs)} outputs",
+                wanted=f"one for each of {len(micro_batches)} micro-batches, padding included",
+            )
         sum_names = sorted({k for o in outputs for k in o.sums})
         max_names = sorted({k for o in outputs for k in o.maxes})
+        self._agree_on_names([*sum_names, "", *max_names])
         local = [sum(o.loss for o in outputs), *(sum(o.sums.get(k, 0.0) for o in outputs) for k in sum_names)]
         total = self.reduce(local, "sum")
-        top = [max(o.maxes.get(k, float("-inf")) for o in outputs) for k in max_names]
+        # A padding micro-batch adds nothing to a sum, but its values must not win a maximum.
+        real = [o for o, b in zip(outputs, micro_batches, strict=True) if not b.is_padding]
+        top = [max((o.maxes.get(k, float("-inf")) for o in real), default=float("-inf")) for k in max_names]
         if max_names:
             top = self.reduce(top, "max")
         return total[0], dict(zip(sum_names, total[1:], strict=True)), dict(zip(max_names, top, strict=True))
+
+    def _agree_on_names(self, names: Sequence[str]) -> None:
+        # Numbers alone are reduced, so ranks with other names would add unlike things, or wait for ever for each other.
+        digest = float(zlib.crc32("\n".join(names).encode()))
+        low, high = self.reduce([-digest, digest], "max")
+        if -low != high:
+            raise EngineError(
+                "the ranks report metrics of different names",
+                found=", ".join(n for n in names if n) or "none",
+                wanted="a loss that returns the same names for every micro-batch, padding included",
+            )
 
     def infer_batch(
         self, batch: PackedBatch, plan: MicroBatchPlan, want: Sequence[str] = ("log_probs",)
@@ -290,6 +260,7 @@ class Engine:
         Returns:
             ``{name: [N] float32 on the CPU}`` in the order of ``batch``; zero where ``loss_mask`` is False.
         """
+        assert want, "infer_batch needs something to compute"
         micro_batches, groups = self.micro_batches(batch, plan)
         self._hooks.rlctl_set_mode(train=False)
         outputs = self.forward_backward(micro_batches, _ScoreLoss(tuple(want)), forward_only=True)
@@ -309,13 +280,16 @@ class Engine:
         loss_fn: LossFn,
         plan: MicroBatchPlan,
         agg_mode: LossAggMode | str = LossAggMode.TOKEN_MEAN,
+        norm_length: int | None = None,
     ) -> tuple[float, dict[str, float]]:
         """The loss of one mini-batch without gradients: (loss, sums), over all data parallel ranks."""
         if "item_weight" not in batch.items:
-            batch = batch.with_items(item_weight=item_weights(batch, agg_mode, reduce=self.reduce))
+            weights = item_weights(batch, agg_mode, reduce=self.reduce, norm_length=norm_length)
+            batch = batch.with_items(item_weight=weights)
         micro_batches, _ = self.micro_batches(batch, plan)
         self._hooks.rlctl_set_mode(train=False)
-        loss, sums, _ = self._collect(self.forward_backward(micro_batches, loss_fn, forward_only=True))
+        outputs = self.forward_backward(micro_batches, loss_fn, forward_only=True)
+        loss, sums, _ = self._collect(micro_batches, outputs)
         return loss, sums
 
     def export_weights(self, dtype: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -356,6 +330,13 @@ class Engine:
 
     def weight_fingerprint(self, names: Sequence[str]) -> dict[str, str]:
         return self._answer("rlctl_weight_fingerprint", self._hooks.rlctl_weight_fingerprint(names=names))
+
+
+def _rows_scored_from_the_start(batch: PackedBatch) -> list[int]:
+    """Rows whose first token is in the loss mask; none for batches that are not made of tokens."""
+    if "input_ids" not in batch.items or "loss_mask" not in batch.items or batch.num_rows == 0:
+        return []
+    return batch.items["loss_mask"][batch.cu_seqlens[:-1]].bool().nonzero().flatten().tolist()
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,8 @@ class EngineSpecs:
     ) -> EngineInfo:  # type: ignore[empty-body]
         """Build module, optimizer and schedule. With ``forward_only`` neither optimizer nor schedule exists.
 
-        ``model``: the ``model`` section as a dict (path, config, init, dtype ...). ``optimizer``: the ``optim`` section.
+        ``model``: the ``model`` section as a dict (path, config, init, dtype ...) and ``seed``, from which random weights
+        are drawn. ``optimizer``: the ``optim`` section; AdamW without AMSGrad, its rate by :func:`rlctl.schedule.lr_factor`.
         """
 
     @hookspec(firstresult=True)
@@ -134,7 +135,11 @@ class EngineSpecs:
 
     @hookspec(firstresult=True)
     def rlctl_optimizer_step(self) -> StepOutput:  # type: ignore[empty-body]
-        """Finish pending reductions, clip, step, schedule, zero gradients. A non-finite norm skips the step."""
+        """Finish pending reductions, clip, step, schedule, zero gradients.
+
+        A non-finite norm skips the step: weights, moments and schedule stay as they were, the gradients are dropped.
+        The rate in the answer is the one that this step used.
+        """
 
     @hookspec(firstresult=True)
     def rlctl_export_weights(self, dtype: str | None) -> Iterator[tuple[str, torch.Tensor]]:  # type: ignore[empty-body]
@@ -158,7 +163,7 @@ class EngineSpecs:
 
     @hookspec(firstresult=True)
     def rlctl_reduce(self, values: Sequence[float], op: str) -> list[float]:  # type: ignore[empty-body]
-        """Reduce a short list of numbers over the data parallel group; ``op`` is ``sum``, ``max`` or ``min``."""
+        """Reduce numbers over the data parallel group, in float64; ``op`` is ``sum``, ``max`` or ``min``."""
 
     @hookspec(firstresult=True)
     def rlctl_local_module(self) -> Any:  # type: ignore[empty-body]

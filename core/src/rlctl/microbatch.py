@@ -43,7 +43,7 @@ def check_lengths(lengths: Sequence[int], plan: MicroBatchPlan) -> None:
     if over:
         shown = ", ".join(f"{i} ({lengths[i]} tokens)" for i in over[:8])
         raise BatchError(
-            f"{len(over)} rows are longer than a micro-batch may be",
+            f"{len(over)} {'row is' if len(over) == 1 else 'rows are'} longer than a micro-batch may be",
             found=f"rows {shown}{' ...' if len(over) > 8 else ''}",
             wanted=f"at most {plan.max_tokens} tokens a row",
             next="raise actor.max_tokens_per_device, or lower data.max_prompt_length / data.max_response_length",
@@ -73,7 +73,11 @@ def _balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
 
 
 def min_count(lengths: Sequence[int], plan: MicroBatchPlan) -> int:
-    """Fewest micro-batches that this rank needs (at least 1 when it has rows; 0 without rows)."""
+    """Micro-batches that this rank needs: as few as first-fit-decreasing finds (0 without rows).
+
+    Raises:
+        BatchError: a row is over the token bound.
+    """
     check_lengths(lengths, plan)
     if plan.max_rows is not None:
         return -(-len(lengths) // plan.max_rows)

@@ -102,15 +102,20 @@ def resolve(world_size: int, axes: Mapping[str, int]) -> Topology:
             f"unknown parallel axis {unknown[0]!r}", found=", ".join(unknown), wanted=", ".join(sorted(known))
         )
     sizes = {k: v for k, v in axes.items() if k != "dp_shard"}
+    for name, size in sizes.items():
+        if int(size) < (0 if name == "sp" else 1):
+            raise CapabilityError(f"parallel.{name} must be at least 1", found=size, wanted="a positive whole number")
     others = prod(int(sizes.get(name, 1)) for name in _ORDER if name != "dp_shard")
     shard = int(axes.get("dp_shard", -1))
     if shard == -1:
-        if others < 1 or world_size % others:
+        if world_size % others:
+            below, above = world_size // others * others, -(-world_size // others) * others
+            nearest = " or ".join(str(n) for n in (below, above) if n > 0)
             raise CapabilityError(
                 f"{world_size} ranks cannot be split over the parallel axes",
                 found=", ".join(f"{k}={v}" for k, v in sizes.items()) or "no axes",
-                wanted=f"a world size that {others} divides, such as {others} or {2 * others}",
-                next=f"change --nproc to a multiple of {others}, or lower one axis",
+                wanted=f"a world size that {others} divides, nearest {nearest}",
+                next=f"set --nproc to {nearest}, or lower one axis",
             )
         shard = world_size // others
     sp = bool(sizes.pop("sp", False))
