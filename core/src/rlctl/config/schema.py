@@ -245,7 +245,6 @@ class WarmStartConfig(Strict):
     optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=1e-5))
     eval_freq: PositiveInt = 20
     stop_at_score: float | None = Field(default=None, description="Stop once the sampled validation score reaches it.")
-    cache: bool = Field(default=False, description="Keep the result in the user cache and reuse it for an equal configuration.")
 
 
 class GuardsConfig(Strict):
@@ -277,6 +276,7 @@ class TrainerConfig(Strict):
     experiment_name: str | None = None
     rollout_samples: PositiveInt = Field(default=8, description="Rows of each step kept as samples.")
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
+    nproc: PositiveInt = Field(default=1, description="Processes (ranks). This version launches one.")
     num_threads: PositiveInt | None = Field(default=None, description="CPU threads of torch; default: torch's own.")
 
 

@@ -1,0 +1,98 @@
+"""`rlctl train`: from a recipe or a YAML file to a trained model. Everything that can be refused early is, before torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.command()
+@click.argument("source", required=False, metavar="RECIPE|FILE")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--backend", help="Training backend of actor and reference (actor.backend).")
+@click.option("--rollout", help="Rollout backend (rollout.backend).")
+@click.option("--algorithm", help="Algorithm (algorithm.name).")
+@click.option("--model", help="Model directory, hub id or package:NAME (model.path).")
+@click.option("--data", help="Training file, or a directory with train and test files (data.train_files).")
+@click.option("--nproc", type=click.IntRange(min=1), help="Processes (trainer.nproc).")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Directory of this run; must not exist yet.")
+@click.option("--resume", metavar="RUN", help="Continue a run (path, name, unique prefix, or last) from its last checkpoint.")
+@click.option("--dry-run", is_flag=True, help="Resolve and check everything, then stop before the model is loaded.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress, only the result.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object on stdout.")
+def train(
+    source: str | None,
+    overrides: tuple[str, ...],
+    run_dir: Path | None,
+    resume: str | None,
+    dry_run: bool,
+    quiet: bool,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Train from a recipe or a YAML file.
+
+    \b
+    rlctl train quickstart
+    rlctl train my.yaml actor.optim.lr=1e-5 --model ./my-model
+    rlctl train --resume last
+    """
+    from rlctl.config.load import load_config
+    from rlctl.errors import UsageError
+    from rlctl.plugins import load_plugins
+
+    def notice(text: str) -> None:
+        click.echo(text, err=True)
+
+    resume_path: Path | None = None
+    if resume is not None:
+        from rlctl_cli.commands.runs import find_run
+
+        resume_path = find_run(resume)
+        if source is not None and "=" in source:
+            source, overrides = None, (source, *overrides)
+        if source is not None:
+            raise UsageError("--resume takes its configuration from the run", found=source, wanted="no RECIPE or FILE")
+        source = str(resume_path / "config.yaml")
+    if source is None:
+        # Without a recipe, a backend that cannot answer is still the first thing to say.
+        if flags.get("backend"):
+            _require(flags["backend"])
+        raise UsageError(
+            "rlctl train needs a recipe or a YAML file", wanted="for example: rlctl train quickstart", next="rlctl recipes"
+        )
+    given = {name: value for name, value in flags.items() if value is not None}
+    if flags.get("backend"):
+        _require(flags["backend"])
+    plugins = load_plugins()
+    resolved = load_config(source, overrides, given, plugins, notice)
+    _require(resolved.config.actor.backend)
+    if dry_run:
+        click.echo(f"configuration of {resolved.source} is complete: nothing was started", err=True)
+        return
+    from rlctl_cli.live import make_reporter
+
+    reporter = make_reporter(quiet=quiet or as_json)
+    from rlctl.trainers.run import Runner
+
+    runner = Runner(resolved, plugins, reporter, run_dir=run_dir, resume=resume_path)
+    result = runner.execute()
+    from rlctl_cli.summary import print_summary, summary
+
+    if as_json:
+        from rlctl_cli.output import emit_json
+
+        emit_json(summary(result))
+    else:
+        print_summary(result)
+
+
+def _require(backend: str) -> None:
+    from rlctl.plugins import load_plugins
+    from rlctl.records import BackendKind
+    from rlctl.registry import require_backend
+
+    require_backend(backend, BackendKind.TRAIN, load_plugins())
+

@@ -1,0 +1,68 @@
+"""The last lines of a training run: what changed, and where to look."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rlctl.trainers.run import RunResult
+
+SHOWN = (
+    ("critic/score/mean", "mean reward"),
+    ("train/loss", "training loss"),
+    ("response_length/mean", "response length"),
+    ("actor/entropy", "entropy"),
+    ("timing_s/step", "seconds a step"),
+)
+
+
+def summary(result: RunResult) -> dict[str, Any]:
+    """The result as data: means over the first and the last tenth of the steps, and validation before and after."""
+    size = max(1, len(result.history) // 10)
+
+    def mean(name: str, part: list[dict[str, float]]) -> float | None:
+        values = [m[name] for m in part if name in m]
+        return sum(values) / len(values) if values else None
+
+    tenths = {
+        name: {"first_tenth": mean(name, result.history[:size]), "last_tenth": mean(name, result.history[-size:])}
+        for name, _ in SHOWN
+        if any(name in m for m in result.history)
+    }
+    key = next((k for k in ("val/score/mean", "val/loss") if result.validation and k in result.validation[0][1]), None)
+    validation = None
+    if key is not None:
+        points = [(step, metrics[key]) for step, metrics in result.validation]
+        validation = {"metric": key, "first": points[0][1], "last": points[-1][1], "steps": [p[0] for p in points]}
+    return {
+        "run": str(result.path),
+        "steps": result.steps,
+        "metrics": tenths,
+        "validation": validation,
+        "best_step": result.best_step,
+        "export": str(result.path / "export"),
+    }
+
+
+def print_summary(result: RunResult) -> None:
+    from rich.table import Table
+
+    from rlctl_cli.output import console
+
+    data = summary(result)
+    table = Table(title=f"{result.steps} steps", title_justify="left", box=None, pad_edge=False)
+    for column in ("metric", "first tenth", "last tenth", "change"):
+        table.add_column(column, justify="left" if column == "metric" else "right")
+    for name, label in SHOWN:
+        pair = data["metrics"].get(name)
+        if pair and pair["first_tenth"] is not None and pair["last_tenth"] is not None:
+            first, last = pair["first_tenth"], pair["last_tenth"]
+            table.add_row(f"{label} ({name})", f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}")
+    if data["validation"] and len(data["validation"]["steps"]) > 1:
+        first, last = data["validation"]["first"], data["validation"]["last"]
+        label = {"val/score/mean": "held-out score, greedy", "val/loss": "held-out loss"}[data["validation"]["metric"]]
+        table.add_row(f"{label} (before, after)", f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}")
+    console().print(table)
+    click.echo(f"\nrun     {data['run']}\nmodel   {data['export']}\nreport  rlctl report {data['run']}")

@@ -1,0 +1,85 @@
+"""Loss functions in the form that engines call: ``loss_fn(reader, micro_batch) -> LossOutput``.
+
+They bind an algorithm's pure functions to a batch's fields. N tokens of the micro-batch; every field is ``[N]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rlctl.algorithms.kl import kl_estimate
+from rlctl.algorithms.policy_losses import vanilla_policy_loss
+from rlctl.batch import PackedBatch
+from rlctl.config.schema import ActorConfig
+from rlctl.logits import LogitsReader, LossOutput
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """Policy gradient with optional KL to a reference and entropy bonus.
+
+    Fields read: ``item_weight``, ``loss_mask``, ``advantages``, and where present ``old_log_probs`` (absent: the batch is
+    exactly on policy, so the old log-probs are the current ones), ``ref_log_probs``, ``rollout_log_probs``.
+    """
+
+    config: ActorConfig
+    check_rollout: bool = False
+
+    def __call__(self, reader: LogitsReader, batch: PackedBatch) -> LossOutput:
+        cfg = self.config
+        log_probs, entropy = reader.log_prob_and_entropy()
+        device = log_probs.device
+        field = {k: v.to(device) for k, v in batch.items.items()}
+        weight, mask, advantages = field["item_weight"], field["loss_mask"].bool(), field["advantages"]
+        old = field.get("old_log_probs", log_probs.detach())
+        policy = vanilla_policy_loss(
+            log_probs,
+            old,
+            advantages,
+            clip_ratio_low=cfg.policy_loss.clip_ratio_low,
+            clip_ratio_high=cfg.policy_loss.clip_ratio_high,
+            clip_ratio_c=cfg.policy_loss.clip_ratio_c,
+        )
+
+        def total(value: torch.Tensor) -> torch.Tensor:
+            # where, not a product: an infinity at a masked position must not become NaN.
+            return torch.where(mask, value * weight, 0.0).sum()
+
+        pg_loss = total(policy.loss)
+        loss = pg_loss
+        sums: dict[str, torch.Tensor | float] = {
+            "actor/pg_loss": pg_loss.detach(),
+            "actor/ppo_kl": total(old - log_probs.detach()),
+            "actor/pg_clipfrac": total(policy.clipped.float()),
+            "actor/pg_clipfrac_lower": total(policy.dual_clipped.float()),
+            "actor/entropy": total(entropy.detach()),
+            "_weight": total(torch.ones_like(weight)),
+        }
+        maxes: dict[str, torch.Tensor | float] = {}
+        if cfg.entropy_coeff:
+            loss = loss - cfg.entropy_coeff * total(entropy)
+        if "ref_log_probs" in field:
+            kl = total(kl_estimate(log_probs, field["ref_log_probs"], cfg.kl_loss_type))
+            sums["actor/kl_loss"] = kl.detach()
+            loss = loss + cfg.kl_loss_coef * kl
+        if self.check_rollout and "rollout_log_probs" in field and not batch.is_padding:
+            gap = (log_probs.detach().exp() - field["rollout_log_probs"].exp()).abs()
+            gap = torch.where(mask, gap, 0.0)
+            sums["_rollout_gap"] = gap.sum()
+            sums["_rollout_tokens"] = mask.sum()
+            maxes["training/rollout_probs_diff_max"] = gap.max()
+        return LossOutput(loss, sums, maxes)
+
+
+@dataclass(frozen=True)
+class CrossEntropyLoss:
+    """Next-token cross-entropy over ``loss_mask``, weighted by ``item_weight`` (SFT)."""
+
+    def __call__(self, reader: LogitsReader, batch: PackedBatch) -> LossOutput:
+        log_probs = reader.log_prob()
+        weight = batch.items["item_weight"].to(log_probs.device)
+        mask = batch.items["loss_mask"].bool().to(log_probs.device)
+        loss = torch.where(mask, -log_probs * weight, 0.0).sum()
+        return LossOutput(loss, {"_loss": loss.detach()})

@@ -1,0 +1,142 @@
+"""The actor: scores its own samples and learns from them."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+
+from rlctl.algorithms.losses import PolicyLoss
+from rlctl.batch import PackedBatch, padding_like
+from rlctl.config.schema import ActorConfig
+from rlctl.engine import Engine
+from rlctl.errors import GuardError
+from rlctl.microbatch import MicroBatchPlan
+from rlctl.normalizer import item_weights
+
+
+@dataclass
+class ActorRole:
+    """The policy on a training engine.
+
+    Args:
+        engine: a built training engine.
+        config: the ``actor`` section.
+        plan: bounds of one micro-batch.
+        norm_length: constant length of ``seq-mean-token-sum-norm``.
+        nonfinite_budget: skipped steps in a row after which the run stops.
+        check_rollout: compare rollout and trainer probabilities on the first mini-batch after each sync.
+    """
+
+    engine: Engine
+    config: ActorConfig
+    plan: MicroBatchPlan
+    norm_length: int
+    nonfinite_budget: int = 3
+    check_rollout: bool = True
+    skipped_in_a_row: int = 0
+
+    def score(self, batch: PackedBatch, *, entropy: bool = False) -> dict[str, torch.Tensor]:
+        """Log-probs (and entropy) of the batch's own tokens, ``[N]`` each."""
+        return self.engine.infer_batch(batch, self.plan, ("log_probs", "entropy") if entropy else ("log_probs",))
+
+    def update(
+        self, batch: PackedBatch, rows_per_step: int, keep: set[int], generator: torch.Generator
+    ) -> dict[str, float]:
+        """All optimizer steps of one batch: ``ppo_epochs`` passes over mini-batches of ``rows_per_step`` rows.
+
+        Args:
+            batch: carries ``advantages`` and, unless there is exactly one step, ``old_log_probs``.
+            rows_per_step: rows of one optimizer step.
+            keep: rows that have a gradient; the others are left out of the passes but counted by the normaliser, so
+                the step is the same one.
+            generator: shuffles the rows of later epochs.
+
+        Returns:
+            Metrics by the field's names, averaged over the steps (maxima for ``*_max``).
+
+        Raises:
+            GuardError: too many non-finite steps in a row; the weights are those before them.
+        """
+        steps: list[dict[str, float]] = []
+        for epoch in range(self.config.ppo_epochs):
+            # The first pass keeps the order, so that whole groups stay together; later passes mix the rows.
+            order = list(range(batch.num_rows))
+            if epoch > 0:
+                order = torch.randperm(batch.num_rows, generator=generator).tolist()
+            for start in range(0, batch.num_rows, rows_per_step):
+                rows = order[start : start + rows_per_step]
+                steps.append(self._step(self._weighted(batch, rows, keep), first=not steps))
+        return _average(steps)
+
+    def _weighted(self, batch: PackedBatch, rows: list[int], keep: set[int]) -> PackedBatch:
+        """The mini-batch ``rows``, weighted as a whole, less the rows without a gradient."""
+        mini = batch.select(rows)
+        weights = item_weights(
+            mini, self.config.loss_agg_mode, reduce=self.engine.reduce, norm_length=self.norm_length
+        )
+        mini = mini.with_items(item_weight=weights)
+        kept = [i for i, row in enumerate(rows) if row in keep]
+        if not kept:
+            # A zero gradient still takes its step: moments decay and the schedule moves, as without leaving rows out.
+            return padding_like(mini)
+        return mini if len(kept) == len(rows) else mini.select(kept)
+
+    def _step(self, mini: PackedBatch, *, first: bool) -> dict[str, float]:
+        loss_fn = PolicyLoss(self.config, check_rollout=self.check_rollout and first)
+        out = self.engine.train_batch(mini, loss_fn, self.plan, self.config.loss_agg_mode, self.norm_length)
+        sums = dict(out.sums)
+        weight = sums.pop("_weight", 1.0) or 1.0
+        gap, tokens = sums.pop("_rollout_gap", None), sums.pop("_rollout_tokens", 0.0)
+        metrics = dict(sums)
+        # Diagnostics are means over the trained tokens, whatever the aggregation mode makes the weights add up to.
+        for name in ("actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/entropy"):
+            metrics[name] = sums[name] / weight
+        if gap is not None and tokens:
+            metrics["training/rollout_probs_diff_mean"] = gap / tokens
+        metrics |= {
+            **out.maxes,
+            "actor/loss": out.loss,
+            "actor/grad_norm": out.step.grad_norm,
+            "actor/lr": out.step.lr,
+            "actor/skipped_steps": float(out.step.skipped),
+            "actor/num_micro_batches": float(out.num_micro_batches),
+        }
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if out.step.skipped else 0
+        if self.skipped_in_a_row > self.nonfinite_budget:
+            raise NonFiniteStepsError(self.skipped_in_a_row, out.step.grad_norm, mini)
+        return metrics
+
+
+class NonFiniteStepsError(GuardError):
+    """Too many optimizer steps in a row had a non-finite gradient; ``batch`` is the last one, for a dump."""
+
+    def __init__(self, count: int, grad_norm: float, batch: PackedBatch) -> None:
+        super().__init__(
+            f"{count} optimizer steps in a row had a gradient that is not finite",
+            found=f"grad norm {grad_norm}",
+            wanted="finite gradients; the weights are those before these steps",
+            next="lower actor.optim.lr, or look at the dumped batch; guards.nonfinite_step_budget sets the limit",
+        )
+        self.batch = batch
+
+
+def _average(steps: list[dict[str, float]]) -> dict[str, float]:
+    values: dict[str, list[float]] = defaultdict(list)
+    for step in steps:
+        for name, value in step.items():
+            values[name].append(value)
+    merged: dict[str, float] = {}
+    for name, seen in values.items():
+        if name.endswith("_max"):
+            merged[name] = max(seen)
+        elif name == "actor/lr":
+            merged[name] = seen[-1]
+        elif name == "actor/skipped_steps":
+            merged[name] = sum(seen)
+        else:
+            merged[name] = math.fsum(seen) / len(seen)
+    merged["actor/num_steps"] = float(len(steps))
+    return merged

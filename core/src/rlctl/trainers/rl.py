@@ -1,0 +1,226 @@
+"""The RL loop: prompts, rollouts, rewards, advantages, update, sync. GRPO and what shares its shape."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rlctl import device as devices
+from rlctl.algorithms.advantages import grpo_advantages
+from rlctl.batch import PackedBatch, pack
+from rlctl.data.prompts import PromptEncoder
+from rlctl.data.rewards import RewardScorer
+from rlctl.data.rows import Row
+from rlctl.data.sampler import BatchSampler
+from rlctl.errors import GuardError
+from rlctl.roles.actor import ActorRole
+from rlctl.roles.reference import ReferenceRole
+from rlctl.roles.rollout import RolloutRole
+from rlctl.trainers.evaluation import ScoredRollout, length_metrics, score_completions, validate
+from rlctl.trainers.setup import Context
+
+
+@dataclass
+class StepTimer:
+    """``timing_s/<name>`` of one step, in seconds of wall time."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def metrics(self) -> dict[str, float]:
+        return {f"timing_s/{name}": value for name, value in self.seconds.items()}
+
+
+def step_seed(seed: int, step: int, stream: int = 0) -> int:
+    """A seed of its own for each step and purpose, so that a resumed run samples what an unbroken one would have."""
+    mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + stream * 0x94D049BB133111EB) & (2**63 - 1)
+    return (mixed ^ (mixed >> 31)) & (2**62 - 1)
+
+
+@dataclass
+class RLTrainer:
+    """One RL run over built roles. :meth:`step` is one global step; the runner owns checkpoints and reports."""
+
+    context: Context
+    actor: ActorRole
+    rollout: RolloutRole
+    reference: ReferenceRole | None
+    encoder: PromptEncoder
+    scorer: RewardScorer
+    sampler: BatchSampler
+    train_rows: Sequence[Row]
+    val_rows: Sequence[Row]
+    checked_all_rows: bool = False
+
+    # ---- one step ---------------------------------------------------------------------------------------------
+    def step(self, step: int) -> tuple[dict[str, float], ScoredRollout]:
+        """Sample, reward, update and sync; ``step`` counts from 1."""
+        config = self.context.config
+        timer = StepTimer()
+        start = time.perf_counter()
+        with timer("gen"):
+            rows = [self.train_rows[i] for i in self.sampler.next()]
+            prompts = [self.encoder.prompt_ids(row) for row in rows]
+            seed = step_seed(config.trainer.seed, step)
+            with self.context.reporter.phase("generate", len(rows) * config.rollout.n) as bar:
+                completions = self.rollout.sample(prompts, seed, lambda _: bar.advance(1))
+        with timer("reward"):
+            rollout = score_completions(rows, prompts, completions, self.encoder, self.scorer)
+        with timer("adv"):
+            batch, groups = self.pack(rollout)
+            scores = torch.tensor(rollout.scores, dtype=torch.float32)
+            advantages = grpo_advantages(scores, groups, norm_by_std=config.algorithm.norm_adv_by_std_in_grpo)
+            batch = batch.with_items(advantages=advantages[batch.row_ids()])
+        metrics = self.update(batch, advantages, step, timer)
+        with timer("update_weights"):
+            sync = self.rollout.sync(self.actor.engine)
+        elapsed = time.perf_counter() - start
+        total_tokens = batch.num_items
+        metrics |= {
+            "training/global_step": float(step),
+            "training/epoch": float(self.sampler.epoch),
+            "critic/score/mean": scores.mean().item(),
+            "critic/score/max": scores.max().item(),
+            "critic/score/min": scores.min().item(),
+            "critic/rewards/mean": scores.mean().item(),
+            "critic/advantages/max": advantages.max().item(),
+            "critic/advantages/min": advantages.min().item(),
+            **length_metrics(rollout),
+            **{f"reward/{k}": v for k, v in _component_means(rollout).items()},
+            **timer.metrics(),
+            "timing_s/step": elapsed,
+            "sync/seconds": sync.seconds,
+            "sync/bytes": float(sync.num_bytes),
+            "perf/time_per_step": elapsed,
+            "perf/total_num_tokens": float(total_tokens),
+            "perf/throughput": total_tokens / elapsed,
+            "perf/gen_throughput": sum(len(c.token_ids) for c in completions) / timer.seconds["gen"],
+            **devices.memory_metrics(self.context.device),
+        }
+        return metrics, rollout
+
+    def pack(self, rollout: ScoredRollout) -> tuple[PackedBatch, torch.Tensor]:
+        """Rows of prompt and completion tokens as one batch, and the group of each row.
+
+        Item fields: ``input_ids``, ``loss_mask`` (completion tokens) and ``rollout_log_probs``.
+        """
+        ids, mask, log_probs = [], [], []
+        for c in rollout.completions:
+            prompt = rollout.prompts[c.prompt_index]
+            ids.append([*prompt, *c.token_ids])
+            mask.append([False] * len(prompt) + [True] * len(c.token_ids))
+            log_probs.append([0.0] * len(prompt) + c.log_probs)
+        batch = pack(
+            {"input_ids": ids, "loss_mask": mask, "rollout_log_probs": log_probs},
+            meta={"temperature": self.context.config.rollout.temperature},
+            dtypes={"input_ids": torch.long, "loss_mask": torch.bool, "rollout_log_probs": torch.float32},
+        )
+        return batch, torch.tensor([c.prompt_index for c in rollout.completions])
+
+    # ---- the update -------------------------------------------------------------------------------------------
+    def update(self, batch: PackedBatch, advantages: torch.Tensor, step: int, timer: StepTimer) -> dict[str, float]:
+        """Score what has to be scored, drop rows without a gradient, run the optimizer steps."""
+        config = self.context.config
+        actor_cfg = config.actor
+        rows_per_step = (actor_cfg.ppo_mini_batch_size or config.data.train_batch_size) * config.rollout.n
+        one_step = actor_cfg.ppo_epochs == 1 and rows_per_step >= batch.num_rows
+        metrics: dict[str, float] = {}
+        if not self.checked_all_rows and self.actor.check_rollout:
+            # Before the first update every row is compared, whatever the update below leaves out.
+            with timer("old_log_prob"):
+                scored = self.actor.score(batch)["log_probs"]
+            metrics |= self.compare(batch, scored)
+            self.checked_all_rows = True
+        if config.algorithm.bypass_mode:
+            batch = batch.with_items(old_log_probs=batch.items["rollout_log_probs"])
+        elif not one_step:
+            # With exactly one optimizer step the old log-probs are the current ones: a pass of its own adds nothing.
+            with timer("old_log_prob"):
+                batch = batch.with_items(old_log_probs=self.actor.score(batch)["log_probs"])
+        keep = self.rows_with_gradient(batch, advantages)
+        metrics["actor/rows_with_gradient"] = len(keep) / batch.num_rows
+        if self.reference is not None:
+            with timer("ref"):
+                batch = batch.with_items(ref_log_probs=self.reference.score(batch))
+        generator = torch.Generator().manual_seed(step_seed(config.trainer.seed, step, 1))
+        with timer("update_actor"):
+            metrics |= self.actor.update(batch, rows_per_step, keep, generator)
+        self.guard(metrics)
+        return metrics
+
+    def rows_with_gradient(self, batch: PackedBatch, advantages: torch.Tensor) -> set[int]:
+        """Rows whose loss has a gradient: all, unless only the policy term is on and the advantage is exactly zero."""
+        cfg = self.context.config.actor
+        if not cfg.skip_zero_advantage or cfg.entropy_coeff or self.reference is not None:
+            return set(range(batch.num_rows))
+        return set(torch.nonzero(advantages)[:, 0].tolist())
+
+    # ---- guards -----------------------------------------------------------------------------------------------
+    def compare(self, batch: PackedBatch, log_probs: torch.Tensor) -> dict[str, float]:
+        """Rollout against trainer probabilities of the sampled tokens.
+
+        Raises:
+            GuardError: their mean difference is over the threshold.
+        """
+        mask = batch.items["loss_mask"]
+        gap = (batch.items["rollout_log_probs"].exp() - log_probs.exp()).abs()[mask]
+        metrics = {
+            "training/rollout_probs_diff_mean": gap.mean().item(),
+            "training/rollout_probs_diff_max": gap.max().item(),
+        }
+        self.guard(metrics)
+        return metrics
+
+    def guard(self, metrics: dict[str, float]) -> None:
+        """Stop when rollout and trainer have drifted apart."""
+        gap = metrics.get("training/rollout_probs_diff_mean")
+        limit = self.context.config.guards.rollout_probs_diff_mean_max
+        if gap is not None and not gap <= limit:
+            raise GuardError(
+                "rollout and trainer disagree on the probabilities of the sampled tokens",
+                found=f"mean |difference| {gap:.4f}",
+                wanted=f"at most {limit} (under 0.005 is normal)",
+                next="check that both use one dtype and one chat template; "
+                "guards.rollout_probs_diff_mean_max sets the limit, guards.rollout_logprob_check=false turns it off",
+            )
+
+    # ---- validation -------------------------------------------------------------------------------------------
+    def validate(self) -> tuple[dict[str, float], list[ScoredRollout]]:
+        config = self.context.config
+        start = time.perf_counter()
+        metrics, parts = validate(
+            self.val_rows,
+            self.rollout,
+            self.encoder,
+            self.scorer,
+            batch_size=config.data.val_batch_size,
+            seed=step_seed(config.trainer.seed, 0, 2),
+            reporter=self.context.reporter,
+        )
+        return metrics | {"timing_s/testing": time.perf_counter() - start}, parts
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sampler": self.sampler.state_dict(), "rollout_version": self.rollout.version}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sampler.load_state_dict(state["sampler"])
+        self.rollout.version = int(state["rollout_version"])
+
+
+def _component_means(rollout: ScoredRollout) -> dict[str, float]:
+    names = sorted({name for r in rollout.rewards for name in r.components})
+    if len(names) < 2:
+        return {}
+    return {n: sum(r.components.get(n, 0.0) for r in rollout.rewards) / len(rollout.rewards) for n in names}

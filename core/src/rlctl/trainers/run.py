@@ -1,0 +1,239 @@
+"""One run from configuration to export: run directory, trainer, checkpoints, best weights, report of what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlctl.batch import save_batch
+from rlctl.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from rlctl.config.load import ResolvedConfig
+from rlctl.data.prompts import PromptEncoder
+from rlctl.data.rewards import build_reward
+from rlctl.data.rows import load_rows
+from rlctl.data.sampler import BatchSampler
+from rlctl.data.tokenizer import load_tokenizer
+from rlctl.engine import Engine
+from rlctl.errors import CheckpointError, RlctlError
+from rlctl.export import write_hf_directory
+from rlctl.manifest import build_manifest
+from rlctl.plugins import PluginSet
+from rlctl.roles.actor import ActorRole, NonFiniteStepsError
+from rlctl.roles.reference import ReferenceRole
+from rlctl.roles.rollout import RolloutRole
+from rlctl.rundir import RunDirectory
+from rlctl.tracking import build_tracker
+from rlctl.tracking.reporter import Reporter
+from rlctl.trainers import setup
+from rlctl.trainers.rl import RLTrainer
+from rlctl.trainers.sft import SFTTrainer
+from rlctl.trainers.warm_start import warm_start
+
+
+@dataclass
+class RunResult:
+    """What a finished run shows: where it is, its first and last metrics, validation over time."""
+
+    path: Path
+    steps: int
+    first: dict[str, float] = field(default_factory=dict)
+    last: dict[str, float] = field(default_factory=dict)
+    validation: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    best_step: int | None = None
+    history: list[dict[str, float]] = field(default_factory=list)
+
+
+class Runner:
+    """Drives a trainer over its steps. ``resume`` continues in an existing run directory."""
+
+    def __init__(
+        self,
+        resolved: ResolvedConfig,
+        plugins: PluginSet,
+        reporter: Reporter,
+        *,
+        run_dir: Path | None = None,
+        resume: Path | None = None,
+    ) -> None:
+        self.resolved = resolved
+        self.config = resolved.config
+        self.reporter = reporter
+        self.context = setup.make_context(resolved, plugins, reporter)
+        self.plugins = plugins
+        self.run = self._open_run(run_dir, resume)
+        self.resuming = resume is not None
+        self.engines: dict[str, Engine] = {}
+        self.best: tuple[float, int] | None = None
+
+    def _open_run(self, run_dir: Path | None, resume: Path | None) -> RunDirectory:
+        if resume is not None:
+            return RunDirectory.open(resume)
+        manifest = build_manifest(self.resolved, self.plugins, device=self.context.device)
+        if run_dir is not None:
+            return RunDirectory.create(run_dir.parent, run_dir.name, self.resolved.to_yaml(), manifest, exact=True)
+        return RunDirectory.create(None, setup.run_name(self.resolved), self.resolved.to_yaml(), manifest)
+
+    # ---- building ---------------------------------------------------------------------------------------------
+    def _build(self) -> RLTrainer | SFTTrainer:
+        config, context = self.config, self.context
+        with self.reporter.phase("start-up", None):
+            model = setup.prepare_model(context)
+            tokenizer = load_tokenizer(model)
+            encoder = PromptEncoder(tokenizer, config.data)
+            train_rows, val_rows = load_rows(config.data, "train"), load_rows(config.data, "val")
+            sampler = BatchSampler(len(train_rows), config.data.train_batch_size, config.data.shuffle, config.trainer.seed)
+        self.tokenizer, self.model = tokenizer, model
+        self.total_steps = setup.schedule_length(config, len(train_rows))
+        longest = config.data.max_prompt_length + config.data.max_response_length
+        plan = setup.token_plan(config.actor, config)
+        if config.trainer.type == "sft":
+            optim = setup.with_schedule(config.actor.optim, self.total_steps)
+            engine = setup.build_train_engine(context, config.actor, model, name="actor", optim=optim)
+            self.engines["actor"] = engine
+            return SFTTrainer(context, engine, plan, encoder, sampler, train_rows, val_rows, longest)
+        scorer = build_reward(config.reward, self.plugins, self.resolved.base_dir)
+        if config.warm_start is not None:
+            exported = self.run.path / "warm_start" / "export"
+            if self.resuming and exported.is_dir():
+                update = {"path": str(exported), "config": None, "init": "pretrained", "tokenizer": str(exported)}
+                model = model.model_copy(update=update)
+            else:
+                model = warm_start(context, model, encoder, scorer, train_rows, val_rows, self.run.path / "warm_start")
+            self.model = model
+        mini = config.actor.ppo_mini_batch_size or config.data.train_batch_size
+        updates = self.total_steps * config.actor.ppo_epochs * (config.data.train_batch_size // mini)
+        optim = setup.with_schedule(config.actor.optim, updates)
+        actor = setup.build_train_engine(context, config.actor, model, name="actor", optim=optim)
+        rollout = setup.build_rollout_engine(context, model)
+        self.engines |= {"actor": actor, "rollout": rollout}
+        reference: ReferenceRole | None = None
+        if config.actor.use_kl_loss:
+            ref = config.ref
+            engine = setup.build_train_engine(
+                context, ref, model, name="ref", optim=None, backend=ref.backend or config.actor.backend,
+                engine_section=ref.engine or config.actor.engine,
+            )
+            self.engines["ref"] = engine
+            reference = ReferenceRole(engine, setup.token_plan(ref, config))
+        # Filters change the sampling distribution, so its probabilities are not the trainer's and cannot be compared.
+        comparable = config.rollout.top_p == 1.0 and config.rollout.top_k == 0
+        guards = config.guards
+        actor_role = ActorRole(
+            actor, config.actor, plan, config.data.max_response_length, guards.nonfinite_step_budget,
+            check_rollout=guards.rollout_logprob_check and comparable,
+        )
+        rollout_role = RolloutRole(
+            rollout, config.rollout, config.data.max_response_length, verify_sync=guards.weight_fingerprint
+        )
+        return RLTrainer(
+            context, actor_role, rollout_role, reference, encoder, scorer, sampler, train_rows, val_rows
+        )
+
+    # ---- the run ----------------------------------------------------------------------------------------------
+    def execute(self) -> RunResult:
+        """Run to the end. Whatever ends it, the run directory says so (done, failed, interrupted)."""
+        result = RunResult(self.run.path, 0)
+        try:
+            trainer = self._build()
+            self.run.update_manifest(engines=setup.describe_engines(self.engines), total_training_steps=self.total_steps)
+            self._loop(trainer, result)
+        except KeyboardInterrupt:
+            self.run.finish("interrupted", last_step=result.steps)
+            raise
+        except NonFiniteStepsError as error:
+            save_batch(error.batch, str(self.run.path / f"nonfinite_step_{result.steps + 1}.safetensors"))
+            self.run.finish("failed", error=str(error), last_step=result.steps)
+            raise
+        except BaseException as error:
+            # Recorded and raised again: the run directory must not claim to be running for ever.
+            text = str(error) if isinstance(error, RlctlError) else f"{type(error).__name__}: {error}"
+            self.run.finish("failed", error=text, last_step=result.steps)
+            raise
+        finally:
+            for engine in self.engines.values():
+                engine.shutdown()
+            self.reporter.close()
+        return result
+
+    def _loop(self, trainer: RLTrainer | SFTTrainer, result: RunResult) -> None:
+        cfg = self.config.trainer
+        start = self._resume(trainer) if self.resuming else 0
+        if start >= self.total_steps:
+            raise CheckpointError(
+                f"nothing is left to train: the run stands at step {start} of {self.total_steps}",
+                next="raise trainer.total_training_steps, or start a new run",
+            )
+        names = [n for n in cfg.logger if n != "console"]
+        tracker = build_tracker(names, self.run.path, self.config.model_dump(mode="json"), self.plugins, resume_step=start)
+        try:
+            if isinstance(trainer, RLTrainer):
+                trainer.rollout.sync(trainer.actor.engine)
+            if start == 0 and cfg.val_before_train and trainer.val_rows:
+                tracker.log(self._validate(trainer, 0, result) | {"training/global_step": 0.0}, 0)
+            for step in range(start + 1, self.total_steps + 1):
+                metrics = self._step(trainer, step)
+                last = step == self.total_steps
+                if trainer.val_rows and (last or (cfg.test_freq and step % cfg.test_freq == 0)):
+                    metrics |= self._validate(trainer, step, result)
+                result.steps, result.last = step, metrics
+                result.first = result.first or metrics
+                result.history.append(metrics)
+                tracker.log(metrics, step)
+                self.reporter.step(step, self.total_steps, metrics)
+                if last or (cfg.save_freq and step % cfg.save_freq == 0):
+                    self._save(trainer, step)
+            with self.reporter.phase("saving", None):
+                self._export(self.run.export)
+        finally:
+            tracker.close()
+        result.best_step = self.best[1] if self.best else None
+        self.run.finish("done", last_step=result.steps, final_metrics=result.last)
+
+    def _step(self, trainer: RLTrainer | SFTTrainer, step: int) -> dict[str, float]:
+        if isinstance(trainer, SFTTrainer):
+            return trainer.step(step)
+        metrics, rollout = trainer.step(step)
+        limit = self.config.trainer.rollout_samples
+        self.run.write_samples(rollout.samples(step, "train", limit, trainer.encoder))
+        return metrics
+
+    # ---- validation, saving, resuming -------------------------------------------------------------------------
+    def _validate(self, trainer: RLTrainer | SFTTrainer, step: int, result: RunResult) -> dict[str, float]:
+        if isinstance(trainer, SFTTrainer):
+            metrics = trainer.validate()
+            score = -metrics["val/loss"]
+        else:
+            metrics, parts = trainer.validate()
+            limit = self.config.trainer.rollout_samples
+            self.run.write_samples(parts[0].samples(step, "val", limit, trainer.encoder))
+            score = metrics["val/score/mean"]
+        result.validation.append((step, metrics))
+        if step > 0 and self.config.trainer.save_best and (self.best is None or score > self.best[0]):
+            self.best = (score, step)
+            self._export(self.run.best)
+            self.run.update_manifest(best={"step": step, **metrics})
+        return metrics
+
+    def _export(self, dest: Path) -> None:
+        write_hf_directory(
+            self.engines["actor"].export_weights(None), model=self.model, tokenizer=self.tokenizer, dest=dest, dtype=None
+        )
+
+    def _save(self, trainer: RLTrainer | SFTTrainer, step: int) -> None:
+        state = {"step": step, "trainer": trainer.state_dict(), "best": list(self.best) if self.best else None}
+        with self.reporter.phase("saving", None):
+            save_checkpoint(self.run, step, self.engines["actor"], state, self.config.trainer.max_ckpt_to_keep)
+
+    def _resume(self, trainer: RLTrainer | SFTTrainer) -> int:
+        checkpoint = latest_checkpoint(self.run.path)
+        if checkpoint is None:
+            self.reporter.message(f"no complete checkpoint in {self.run.path}: starting from step 0")
+            return 0
+        state: Mapping[str, Any] = load_checkpoint(checkpoint, self.engines["actor"])
+        trainer.load_state_dict(dict(state["trainer"]))
+        self.best = (float(state["best"][0]), int(state["best"][1])) if state.get("best") else None
+        self.reporter.message(f"resumed from step {state['step']}")
+        self.run.update_manifest(status="running", resumed_from=int(state["step"]))
+        return int(state["step"])

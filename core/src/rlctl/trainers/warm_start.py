@@ -1,0 +1,88 @@
+"""SFT on the training rows' own answers before RL, so that a sparse reward has something to find."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlctl.config.schema import ModelConfig
+from rlctl.data.prompts import PromptEncoder
+from rlctl.data.rewards import RewardScorer
+from rlctl.data.rows import Row
+from rlctl.data.sampler import BatchSampler
+from rlctl.export import write_hf_directory
+from rlctl.roles.rollout import RolloutRole
+from rlctl.trainers.evaluation import score_completions
+from rlctl.trainers.setup import Context, build_rollout_engine, build_train_engine, token_plan, with_schedule
+from rlctl.trainers.sft import SFTTrainer
+
+_SEED_STREAM = 7_919
+
+
+def warm_start(
+    context: Context,
+    model: ModelConfig,
+    encoder: PromptEncoder,
+    scorer: RewardScorer,
+    train_rows: Sequence[Row],
+    val_rows: Sequence[Row],
+    dest: Path,
+) -> ModelConfig:
+    """Train ``warm_start.steps`` SFT steps, export to ``dest/export`` and return the model section that loads it.
+
+    Stops early once the sampled score of (up to 128) validation rows reaches ``warm_start.stop_at_score``: a model that
+    already answers everything leaves RL nothing to learn. Metrics go to ``dest/metrics.jsonl``.
+    """
+    config = context.config
+    settings = config.warm_start
+    assert settings is not None
+    dest.mkdir(parents=True, exist_ok=True)
+    optim = with_schedule(settings.optim, settings.steps)
+    engine = build_train_engine(context, config.actor, model, name="warm_start", optim=optim)
+    trainer = SFTTrainer(
+        context,
+        engine,
+        token_plan(config.actor, config),
+        encoder,
+        BatchSampler(len(train_rows), settings.batch_size, True, config.trainer.seed + _SEED_STREAM),
+        train_rows,
+        val_rows,
+        config.data.max_prompt_length + config.data.max_response_length,
+    )
+    rollout: RolloutRole | None = None
+    if settings.stop_at_score is not None:
+        sampling = config.rollout.model_copy(update={"n": 1})
+        rollout = RolloutRole(build_rollout_engine(context, model), sampling, config.data.max_response_length)
+    log: list[dict[str, Any]] = []
+    with context.reporter.phase("warm start (SFT)", settings.steps) as bar:
+        for step in range(1, settings.steps + 1):
+            metrics: dict[str, Any] = trainer.step(step)
+            bar.advance(1)
+            if rollout is not None and (step % settings.eval_freq == 0 or step == settings.steps):
+                metrics["val/score/mean"] = _sampled_score(rollout, trainer, scorer, config.trainer.seed + step)
+            log.append(metrics)
+            if rollout is not None and metrics.get("val/score/mean", -1.0) >= (settings.stop_at_score or 0.0):
+                break
+    (dest / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in log))
+    last = log[-1]
+    score = f", sampled score {last['val/score/mean']:.3f}" if "val/score/mean" in last else ""
+    context.reporter.message(f"warm start: {len(log)} SFT steps, loss {last['train/loss']:.3f}{score}")
+    write_hf_directory(
+        engine.export_weights(None), model=model, tokenizer=encoder.tokenizer, dest=dest / "export", dtype=None
+    )
+    if rollout is not None:
+        rollout.engine.shutdown()
+    engine.shutdown()
+    return model.model_copy(
+        update={"path": str(dest / "export"), "config": None, "init": "pretrained", "tokenizer": str(dest / "export")}
+    )
+
+
+def _sampled_score(rollout: RolloutRole, trainer: SFTTrainer, scorer: RewardScorer, seed: int) -> float:
+    rows = trainer.val_rows[:128]
+    prompts = [trainer.encoder.prompt_ids(row) for row in rows]
+    rollout.sync(trainer.engine)
+    scored = score_completions(rows, prompts, rollout.sample(prompts, seed), trainer.encoder, scorer)
+    return sum(scored.scores) / len(scored.scores)
