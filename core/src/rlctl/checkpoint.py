@@ -1,0 +1,222 @@
+"""Save and load a run's state so that a crash at any moment costs at most the checkpoint being written.
+
+A checkpoint is written to ``checkpoints/.tmp-step_XXXXXXXX``, synced, described by a manifest with the size and sha256
+of every file, and only then renamed to ``step_XXXXXXXX``. Imports no torch: the engine writes its own part.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlctl import files
+from rlctl.errors import CheckpointError, RlctlError
+from rlctl.manifest import now, versions
+
+if TYPE_CHECKING:
+    from rlctl.engine import Engine
+    from rlctl.rundir import RunDirectory
+
+SCHEMA = 1
+_NAME = re.compile(r"step_(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk.
+
+    Args:
+        path: its directory.
+        step: the step after which it was written.
+        manifest: its description (``files``, ``world_size``, ``versions``, ``created``).
+        skipped: newer checkpoints that are damaged or incomplete, each with its reason.
+    """
+
+    path: Path
+    step: int
+    manifest: Mapping[str, Any]
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def engine_path(self) -> Path:
+        return self.path / "engine"
+
+    def state(self) -> dict[str, Any]:
+        """The trainer's own part."""
+        return json.loads((self.path / "trainer.json").read_text(encoding="utf-8"))
+
+
+def save_checkpoint(run: RunDirectory, step: int, engine: Engine, state: Mapping[str, Any], keep: int) -> Checkpoint:
+    """Write the state after ``step`` and delete all but the newest ``keep`` checkpoints.
+
+    Every rank calls it; the first rank publishes. ``state`` is JSON data (counters, sampler state, best score).
+
+    Raises:
+        CheckpointError: on every rank when any rank could not write; earlier checkpoints are untouched.
+    """
+    assert keep >= 1, keep
+    first = engine.mesh is None or engine.mesh.rank == 0
+    target = run.checkpoints / f"step_{step:08d}"
+    beside = run.checkpoints / f".tmp-{target.name}"
+    world_size = 1 if engine.mesh is None else engine.mesh.world_size
+
+    def prepare() -> None:
+        if first:
+            shutil.rmtree(beside, ignore_errors=True)
+            (beside / "engine").mkdir(parents=True)
+
+    def publish() -> None:
+        if not first:
+            return
+        body = json.dumps(files.plain(state), indent=2, allow_nan=False)
+        (beside / "trainer.json").write_text(body, encoding="utf-8")
+        listed = {
+            path.relative_to(beside).as_posix(): {"bytes": path.stat().st_size, "sha256": files.sha256(path)}
+            for path in sorted(beside.rglob("*"))
+            if path.is_file()
+        }
+        head = {"schema": SCHEMA, "step": step, "world_size": world_size, "created": now(), "versions": versions()}
+        files.write_json(beside / "manifest.json", {**head, "files": listed})
+        files.publish_directory(beside, target)
+
+    # Each part ends by agreeing on success, so that no rank goes on to wait for one that failed.
+    for part in (prepare, lambda: engine.save_state(beside / "engine"), publish):
+        _together(engine, part, step, beside if first else None)
+    if first:
+        _prune(run.checkpoints, step, keep)
+    return Checkpoint(target, step, _read_manifest(target))
+
+
+def latest_checkpoint(
+    path: Path, *, deep: bool = True, notice: Callable[[str], None] | None = None
+) -> Checkpoint | None:
+    """The newest complete checkpoint, or None when there is none.
+
+    Args:
+        path: a run directory, its ``checkpoints`` directory, or one checkpoint.
+        deep: compare sha256 as well as sizes. It reads every byte, as loading will.
+        notice: told of each damaged checkpoint that is passed over; default: a log warning.
+    """
+    notice = notice or logging.getLogger("rlctl").warning
+    skipped: list[str] = []
+    for step, candidate in reversed(_list(path)):
+        problem = find_damage(candidate, deep=deep)
+        if problem is None:
+            return Checkpoint(candidate, step, _read_manifest(candidate), tuple(skipped))
+        skipped.append(f"{candidate.name}: {problem}")
+        notice(f"checkpoint {candidate} is not used: {problem}")
+    return None
+
+
+def load_checkpoint(checkpoint: Checkpoint, engine: Engine) -> dict[str, Any]:
+    """Load the engine's part and return the trainer's.
+
+    Raises:
+        CheckpointError: the engine refuses it, or it was written by another number of ranks.
+    """
+    world_size = 1 if engine.mesh is None else engine.mesh.world_size
+    saved = checkpoint.manifest.get("world_size", 1)
+    if saved != world_size:
+        raise CheckpointError(
+            f"{checkpoint.path} was written by another number of ranks",
+            found=f"{world_size} ranks now",
+            wanted=f"{saved} ranks",
+            next=f"resume with --nproc {saved}",
+        )
+    engine.load_state(checkpoint.engine_path)
+    return checkpoint.state()
+
+
+def find_damage(checkpoint: Path, *, deep: bool = True) -> str | None:
+    """Why a checkpoint cannot be used, or None when it is complete."""
+    try:
+        listed = _read_manifest(checkpoint).get("files")
+    except CheckpointError as error:
+        return error.found or error.what
+    if not isinstance(listed, dict) or "trainer.json" not in listed:
+        return "its manifest lists no files"
+    for name, wanted in listed.items():
+        file = checkpoint / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != wanted["bytes"]:
+            return f"{name} has {file.stat().st_size} bytes, {wanted['bytes']} were written"
+        if deep and files.sha256(file) != wanted["sha256"]:
+            return f"{name} has changed since it was written (sha256 differs)"
+    return None
+
+
+def _list(path: Path) -> list[tuple[int, Path]]:
+    """(step, directory), oldest first."""
+    if match := _NAME.fullmatch(path.name):
+        return [(int(match[1]), path)] if path.is_dir() else []
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if not root.is_dir():
+        return []
+    return sorted((int(m[1]), p) for p in root.iterdir() if (m := _NAME.fullmatch(p.name)) and p.is_dir())
+
+
+def _read_manifest(checkpoint: Path) -> dict[str, Any]:
+    path = checkpoint / "manifest.json"
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{checkpoint} is incomplete", found="it has no manifest.json") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint} is damaged", found=f"manifest.json: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{checkpoint} is damaged", found="manifest.json is no object")
+    return value
+
+
+def _prune(root: Path, step: int, keep: int) -> None:
+    """Delete checkpoints older than the ``keep`` newest complete ones up to ``step``. Damaged ones count for nothing."""
+    older = [(s, p) for s, p in _list(root) if s < step]
+    kept = 1
+    for _, path in reversed(older):
+        if kept < keep and find_damage(path, deep=False) is None:
+            kept += 1
+        elif kept >= keep:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _together(engine: Engine, part: Callable[[], None], step: int, beside: Path | None) -> None:
+    failure: BaseException | None = None
+    try:
+        part()
+    except Exception as error:  # an engine may raise anything when a disk is full; all ranks must hear of it
+        failure = error
+    except BaseException:  # an interrupt: leave no half-written directory behind
+        if beside is not None:
+            shutil.rmtree(beside, ignore_errors=True)
+        raise
+    failed = engine.reduce([1.0 if failure is not None else 0.0], "max")[0] if engine.mesh is not None else 0.0
+    if failure is None and not failed:
+        return
+    if beside is not None:
+        shutil.rmtree(beside, ignore_errors=True)
+    if failure is None:
+        raise CheckpointError(f"the checkpoint of step {step} was not written", found="another rank could not save")
+    if isinstance(failure, RlctlError):
+        raise failure
+    raise CheckpointError(
+        f"the checkpoint of step {step} was not written; earlier ones are intact",
+        found=f"{type(failure).__name__}: {failure}",
+        next=_remedy(failure),
+    ) from failure
+
+
+def _remedy(error: BaseException) -> str:
+    number = getattr(error, "errno", None)
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space left" in str(error):
+        return "free disk space (df -h), or lower trainer.max_ckpt_to_keep, then resume"
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "make the run directory writable, then resume"
+    return "see the cause above; rlctl --debug shows where"

