@@ -50,3 +50,13 @@ smollm2: $(VENV)/.run
 
 clean:
 	rm -rf $(VENV) .venvs build dist
+
+$(VENV)/.trl: $(VENV)/.run
+	$(PYTHON) -m venv .venvs/trl
+	.venvs/trl/bin/pip install -q $(PIP_ARGS) torch==2.13.0
+	.venvs/trl/bin/pip install -q $(PIP_ARGS) transformers==5.24.0 trl==1.16.0 datasets==5.2.0 accelerate==1.15.0
+	@touch $@
+
+bench: $(VENV)/.trl smollm2
+	$(BIN)/python bench/compare.py quickstart
+	$(BIN)/python bench/compare.py smollm2
