@@ -28,15 +28,20 @@ class ModelConfig(Strict):
         "installed package (GGUF is converted once and cached).",
     )
     config: dict[str, Any] | None = Field(
-        default=None, description="A Hugging Face config as a mapping with model_type; the model starts from random weights."
+        default=None,
+        description="A Hugging Face config as a mapping with model_type; the model starts from random weights.",
     )
     init: Literal["pretrained", "random"] = Field(
         default="pretrained", description="random: take only the config of path and draw weights from trainer.seed."
     )
     tokenizer: str | None = Field(default=None, description="Tokenizer directory or hub id, when it is not model.path.")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(default="float32", description="dtype of the master weights.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32", description="dtype of the master weights."
+    )
     revision: str | None = Field(default=None, description="Hub revision.")
-    trust_remote_code: bool = Field(default=False, description="Run the model's own code. Off unless you trust its source.")
+    trust_remote_code: bool = Field(
+        default=False, description="Run the model's own code. Off unless you trust its source."
+    )
     chat_template: str | None = Field(default=None, description="Jinja chat template that replaces the tokenizer's.")
 
     @model_validator(mode="after")
@@ -78,7 +83,9 @@ class OptimConfig(Strict):
     clip_grad: float = Field(default=1.0, ge=0, description="Largest gradient norm; 0 switches clipping off.")
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
     lr_warmup_steps: int = Field(default=0, ge=0)
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="Last learning rate as a share of lr (cosine, linear).")
+    min_lr_ratio: float = Field(
+        default=0.0, ge=0, le=1, description="Last learning rate as a share of lr (cosine, linear)."
+    )
     total_training_steps: int | None = Field(
         default=None, ge=1, description="Length of the schedule in optimizer steps; the trainer fills it in."
     )
@@ -101,7 +108,8 @@ class TrainRole(Strict):
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     micro_batch_size_per_device: PositiveInt | None = Field(default=None, description="Rows of a micro-batch.")
     max_tokens_per_device: PositiveInt | None = Field(
-        default=None, description="Token budget of a micro-batch, a hard bound. Exactly one of the two; default 16384 tokens."
+        default=None,
+        description="Token budget of a micro-batch, a hard bound. Exactly one of the two; default 16384 tokens.",
     )
 
     @model_validator(mode="after")
@@ -117,7 +125,9 @@ class ActorConfig(TrainRole):
     optim: OptimConfig = Field(default_factory=OptimConfig)
     policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig)
     loss_agg_mode: LossAggMode = LossAggMode.TOKEN_MEAN
-    ppo_mini_batch_size: PositiveInt | None = Field(default=None, description="Prompts of one optimizer step; default: all.")
+    ppo_mini_batch_size: PositiveInt | None = Field(
+        default=None, description="Prompts of one optimizer step; default: all."
+    )
     ppo_epochs: PositiveInt = 1
     entropy_coeff: float = 0.0
     use_kl_loss: bool = False
@@ -184,7 +194,9 @@ class RewardConfig(Strict):
     """The reward of a row is the weighted sum of its components."""
 
     components: tuple[RewardComponent, ...] = (RewardComponent(name="exact_match"),)
-    timeout_s: PositiveFloat = Field(default=10.0, description="Limit for one call of a user's function or of math-verify.")
+    timeout_s: PositiveFloat = Field(
+        default=10.0, description="Limit for one call of a user's function or of math-verify."
+    )
 
 
 class TaskConfig(Strict):
@@ -252,7 +264,8 @@ class GuardsConfig(Strict):
 
     rollout_logprob_check: bool = True
     rollout_probs_diff_mean_max: PositiveFloat = Field(
-        default=0.02, description="Stop when the mean |p_rollout - p_trainer| of the check is larger. Under 0.005 is normal."
+        default=0.02,
+        description="Stop when the mean |p_rollout - p_trainer| of the check is larger. Under 0.005 is normal.",
     )
     weight_fingerprint: bool = True
     nonfinite_step_budget: int = Field(default=3, ge=0, description="Stop after this many non-finite steps in a row.")

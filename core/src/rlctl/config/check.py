@@ -1,0 +1,199 @@
+"""Validation, and its outcome in plain words. No word of the validating library reaches the reader."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from rlctl.config.document import Document, Loc, Origin, dotted
+from rlctl.config.problems import Problem
+from rlctl.config.schema_paths import EngineModels, annotation_at, describe, section_at, wanted
+from rlctl.config.suggest import for_choice, for_key
+
+M = TypeVar("M", bound=BaseModel)
+UnknownKey = Callable[[Loc, str], tuple[str, list[str]]]
+_ROUNDS = 6
+
+
+def check(
+    model: type[M],
+    document: Document,
+    *,
+    prefix: Loc = (),
+    engines: EngineModels | None = None,
+    unknown: UnknownKey | None = None,
+) -> tuple[M | None, list[Problem]]:
+    """Validate the values of ``document`` below ``prefix`` with ``model``.
+
+    A check across keys runs only once its keys are well-formed, so a single pass would hide it behind any other fault.
+    Therefore wrong values are taken away (their defaults stand in) and what is left is validated again, until nothing new
+    shows; a later complaint that names a key which was taken away is its consequence, and is not reported.
+
+    Returns:
+        The model (None when there is any problem) and the problems.
+    """
+    hint = unknown or (lambda section, key: for_key(section, key, engines))
+    tree = copy.deepcopy(document.get(prefix, {})) if prefix else copy.deepcopy(document.data)
+    problems: list[Problem] = []
+    removed: set[str] = set()
+    for _ in range(_ROUNDS):
+        try:
+            # JSON mode is strict about types (no "5" for 5, no yes for true) but lets lists be tuples and words be enums.
+            result = model.model_validate_json(json.dumps(tree), strict=True)
+        except ValidationError as error:
+            faults = error.errors(include_url=False, include_context=True, include_input=False)
+        else:
+            return (None if problems else result), problems
+        taken_away = False
+        for fault in faults:
+            loc = (*prefix, *_real_loc(fault["loc"], tree))
+            problem, names = _problem(fault, loc, document, engines, hint, model, len(prefix))
+            if not _consequence(fault, problem, removed):
+                if problem not in problems:
+                    problems.append(problem)
+                removed |= names
+            taken_away |= _remove(tree, loc[len(prefix) :])
+        if not taken_away:
+            break
+    return None, problems
+
+
+def _real_loc(loc: tuple[str | int, ...], tree: Any) -> Loc:
+    """The place without the branch names of a union, which are in the library's location but not in the file."""
+    out: list[str | int] = []
+    here = tree
+    for position, part in enumerate(loc):
+        last = position == len(loc) - 1
+        if isinstance(here, dict) and (part in here or last):
+            out.append(part)
+            here = here.get(part)
+        elif isinstance(here, list) and isinstance(part, int):
+            out.append(part)
+            here = here[part] if 0 <= part < len(here) else None
+    return tuple(out)
+
+
+def _consequence(fault: Any, problem: Problem, removed: set[str]) -> bool:
+    """True for a complaint that only follows from a value that was taken away."""
+    if fault["type"] == "missing":
+        return problem.path in removed
+    if fault["type"] == "value_error":
+        return any(name in problem.what for name in removed)
+    return False
+
+
+def _remove(tree: Any, loc: Loc) -> bool:
+    """Take the value at ``loc`` out of ``tree``; the list around an item goes as a whole. True when something went."""
+    for index, part in enumerate(loc):
+        if isinstance(part, int):
+            return _remove(tree, loc[:index])
+    here = tree
+    for part in loc[:-1]:
+        if not isinstance(here, dict) or part not in here:
+            return False
+        here = here[part]
+    if loc and isinstance(here, dict) and loc[-1] in here:
+        del here[loc[-1]]
+        return True
+    return False
+
+
+def _problem(
+    fault: Any,
+    loc: Loc,
+    document: Document,
+    engines: EngineModels | None,
+    hint: UnknownKey,
+    model: type[BaseModel],
+    depth: int,
+) -> tuple[Problem, set[str]]:
+    """The problem in words, and the paths whose later complaints are only its consequence."""
+    path = dotted(loc)
+    origin = document.origin(loc)
+    kind: str = fault["type"]
+    field = annotation_at(loc[depth:], None if depth else engines, model)
+    if kind == "extra_forbidden":
+        advice, named = hint(loc[:-1], str(loc[-1]))
+        return Problem(path, str(origin), "unknown key", hint=advice), {path, *named}
+    if kind == "missing":
+        if loc and isinstance(loc[-1], int):
+            found = describe(document.get(loc[:-1]))
+            outer = wanted(annotation_at(loc[depth:-1], engines, model))
+            return Problem(
+                dotted(loc[:-1]), str(document.origin(loc[:-1])), "", found, outer, _place(document, loc[:-1])
+            ), {path}
+        return Problem(path, str(_section_origin(document, loc)), "missing", "", wanted(field), _example(loc)), {path}
+    if kind == "value_error":
+        text = str(fault["ctx"]["error"]) if "error" in fault.get("ctx", {}) else fault["msg"].partition(", ")[2]
+        return Problem(path, str(origin), text, hint=_place(document, loc)), {path}
+    if kind in ("too_long", "too_short") and loc:
+        return Problem(path, str(origin), "", describe(document.get(loc)), wanted(field), _place(document, loc)), {path}
+    found = document.get(loc)
+    want = wanted(field) or _plain(fault["msg"])
+    advice = ""
+    if kind in ("literal_error", "enum"):
+        choices = [
+            choice.strip("'")
+            for choice in str(fault.get("ctx", {}).get("expected", "")).replace(" or ", ", ").split(", ")
+        ]
+        advice = for_choice(found, choices)
+    elif isinstance(found, str) and section_at(loc[depth:], engines, model) is None:
+        advice = _text_advice(found, want)
+    elif isinstance(found, (int, float)) and "text" in want:
+        advice = f"put it in quotes: {loc[-1]}: '{describe(found)}'"
+    elif want.startswith("a list") and not isinstance(found, (dict, list)) and found is not None:
+        advice = f"write {loc[-1]}: [{found}]"
+    return Problem(path, str(origin), "", describe(found), want, advice or _place(document, loc)), {path}
+
+
+def _section_origin(document: Document, loc: Loc) -> Origin:
+    return document.origin(loc[:-1]) if len(loc) > 1 else document.origins.get((), document.origin(()))
+
+
+def _example(loc: Loc) -> str:
+    examples: dict[Loc, str] = {
+        ("model",): "add model: with path: a directory or hub id, or give --model",
+        ("data",): "add data: with train_files: [rows.jsonl] or task:, or give --data",
+    }
+    return examples.get(loc, f"add {loc[-1]}: to {dotted(loc[:-1]) or 'the file'}")
+
+
+def _text_advice(found: str, want: str) -> str:
+    """Why a word is not the number or switch that it looks like."""
+    low = found.strip().lower()
+    if "true or false" in want and low in ("yes", "on", "y", "no", "off", "n", "true", "false", "1", "0"):
+        return f"write {'true' if low in ('yes', 'on', 'y', 'true', '1') else 'false'}, without quotes"
+    if "number" in want:
+        try:
+            float(low.replace(",", "").replace("_", ""))
+        except ValueError:
+            return ""
+        return f"write {low.replace(',', '').replace('_', '')}, without quotes or separators"
+    return ""
+
+
+def _place(document: Document, loc: Loc) -> str:
+    """The remedy where there is no better one: which line, override or flag to change."""
+    origin = document.origin(loc)
+    name = dotted(loc) or "the file"
+    if origin.kind == "file":
+        return f"change {name} at line {origin.line}"
+    if origin.on_command_line:
+        return f"change the {origin.kind}"
+    return f"set {name}"
+
+
+def _plain(message: str) -> str:
+    """A library's message for a type this module has no words for, without its jargon."""
+    for phrase, words in (
+        ("Input should be ", ""),
+        ("a valid string", "text"),
+        ("a valid integer", "a whole number"),
+        ("a valid dictionary", "a mapping"),
+    ):
+        message = message.replace(phrase, words)
+    return message[:1].lower() + message[1:] if message else "a value"

@@ -1,0 +1,307 @@
+"""The ``engine`` and ``parallel`` sections, checked against the backend that was chosen, before anything is launched.
+
+Only the chosen backends' config models are imported. When a key is not known to the chosen one, the others' models are
+looked at too, to name the backend that such a leftover belongs to.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+
+from rlctl.config.check import check
+from rlctl.config.document import Document, Loc, Origin, dotted
+from rlctl.config.problems import Problem
+from rlctl.config.suggest import for_key, nearest
+from rlctl.errors import CapabilityError, RlctlError
+from rlctl.records import Axis, BackendKind, BackendSpec, ModelType, Support
+from rlctl.topology import resolve as resolve_topology
+
+if TYPE_CHECKING:
+    from rlctl.plugins import BackendRecord, PluginSet
+
+ROLE_KINDS: dict[str, BackendKind] = {
+    "actor": BackendKind.TRAIN,
+    "ref": BackendKind.TRAIN,
+    "rollout": BackendKind.ROLLOUT,
+}
+_DEFAULT_BACKENDS = {"actor": "fsdp2", "ref": "", "rollout": "hf"}
+_FOLLOWED = ("engine", "parallel", "micro_batch_size_per_device", "max_tokens_per_device")
+
+
+@dataclass
+class Engines:
+    """What the backends had to say.
+
+    Args:
+        models: config model of each role's ``engine`` section.
+        problems: what is wrong.
+    """
+
+    models: dict[str, type[BaseModel]] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def find_backend(plugins: PluginSet, name: str, kind: BackendKind, device: str | None = None) -> BackendRecord | None:
+    """The record that ``name`` (or an alias) reaches; with two owners of one name, the one that answers ``device``."""
+    found = [
+        record
+        for record in plugins.backends()
+        if record.spec.kind is kind and (record.spec.name == name or name in record.spec.aliases)
+    ]
+    found.sort(key=lambda record: device is None or device not in {d for d, _ in record.spec.devices})
+    return found[0] if found else None
+
+
+def config_model(spec: BackendSpec) -> type[BaseModel]:
+    """Import the config model of a backend.
+
+    Raises:
+        RlctlError: it cannot be imported or is no config model; the plugin is at fault, and named.
+    """
+    module, _, attribute = spec.config.partition(":")
+    try:
+        model = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # the plugin boundary: whatever a plugin's module raises is the plugin's fault
+        raise RlctlError(
+            f"the config model of backend {spec.name!r} cannot be imported",
+            found=f"{spec.config}: {type(error).__name__}: {error}",
+            wanted="a pydantic model that imports without the backend's libraries",
+            next=f"rlctl doctor {spec.name}",
+        ) from error
+    if not (isinstance(model, type) and issubclass(model, BaseModel)):
+        raise RlctlError(
+            f"the config model of backend {spec.name!r} is not one",
+            found=f"{spec.config} is a {type(model).__name__}",
+            wanted="a pydantic model",
+            next=f"rlctl doctor {spec.name}",
+        )
+    return model
+
+
+def resolve_engines(document: Document, plugins: PluginSet, notice: Callable[[str], None]) -> Engines:
+    """Check each role's backend and complete its ``engine`` section, so that the resolved configuration says all of it.
+
+    A role that takes no part in the run, and whose backend nobody wrote down, may lack its backend.
+    """
+    out = Engines()
+    actor = document.get(("actor", "backend"), _DEFAULT_BACKENDS["actor"])
+    if isinstance(actor, str):
+        _follow_actor(document, actor)
+    for role, default in _DEFAULT_BACKENDS.items():
+        name = document.get((role, "backend"), default)
+        if isinstance(name, str) and isinstance(document.get((role,), {}), dict):
+            _one_role(document, role, name, plugins, notice, out)
+    return out
+
+
+def _needed(document: Document, role: str) -> bool:
+    """True for a role that takes part, or whose backend was written down although it does not."""
+    sft = document.get(("trainer", "type")) == "sft"
+    kl = document.get(("actor", "use_kl_loss")) is True
+    given = document.has((role, "backend")) and not _derived(document, role)
+    return given or {"actor": True, "ref": kl and not sft, "rollout": not sft}[role]
+
+
+def _derived(document: Document, role: str) -> bool:
+    return document.leaf_origin((role, "backend")).kind == "derived"
+
+
+def _follow_actor(document: Document, actor: str) -> None:
+    """The reference takes from the actor what it does not state, unless it has a backend of its own."""
+    ref = document.get(("ref",), {})
+    if not isinstance(ref, dict) or ref.get("backend"):
+        return
+    derived = Origin("derived", "as actor.backend")
+    document.set(("ref", "backend"), actor, derived)
+    bounds = _FOLLOWED[2:]
+    for key in _FOLLOWED:
+        value = document.get(("actor", key))
+        if value is None or (key in bounds and any(ref.get(bound) is not None for bound in bounds)):
+            continue
+        if isinstance(value, dict):
+            for name, item in value.items():
+                if isinstance(document.get(("ref", key), {}), dict) and not document.has(("ref", key, name)):
+                    document.set(("ref", key, name), item, Origin("derived", f"as {dotted(('actor', key, name))}"))
+        else:
+            document.set(("ref", key), value, Origin("derived", f"as actor.{key}"))
+
+
+def _one_role(
+    document: Document, role: str, name: str, plugins: PluginSet, notice: Callable[[str], None], out: Engines
+) -> None:
+    loc: Loc = (role, "backend")
+    device = _device(document)
+    record = find_backend(plugins, name, ROLE_KINDS[role], device)
+    derived = _derived(document, role)
+    if record is None:
+        # Where the reference follows the actor, the actor's own complaint is enough.
+        if _needed(document, role) and not derived:
+            out.problems.append(_unavailable(document, loc, name, plugins))
+        return
+    spec = record.spec
+    if name != spec.name:
+        if not derived:
+            notice(f"{dotted(loc)}: {name} is another name of {spec.name}, which is used")
+        document.set(loc, spec.name, document.origin(loc))
+    try:
+        model = config_model(spec)
+    except RlctlError as error:
+        if not derived:
+            out.problems.append(_from_error(document, loc, error))
+        return
+    out.models[role] = model
+    _engine_section(document, role, spec, model, plugins, out)
+    if not derived:
+        out.problems += axis_problems(document, role, spec, device)
+
+
+def _from_error(document: Document, loc: Loc, error: RlctlError) -> Problem:
+    return Problem(
+        dotted(loc),
+        str(document.origin(loc)),
+        error.what,
+        error.found or "",
+        error.wanted or "",
+        error.next or "",
+        error,
+    )
+
+
+def _unavailable(document: Document, loc: Loc, name: str, plugins: PluginSet) -> Problem:
+    from rlctl.registry import require_backend
+
+    kind = ROLE_KINDS[str(loc[0])]
+    try:
+        require_backend(name, kind, plugins)
+    except RlctlError as error:
+        return _from_error(document, loc, error)
+    names = sorted({r.spec.name for r in plugins.backends() if r.spec.kind is kind})
+    return Problem(
+        dotted(loc),
+        str(document.origin(loc)),
+        f"no {kind} backend is called {name!r}",
+        wanted=" or ".join(names) or "an installed backend",
+        hint="rlctl plugins lists what is installed",
+    )
+
+
+def _engine_section(
+    document: Document, role: str, spec: BackendSpec, model: type[BaseModel], plugins: PluginSet, out: Engines
+) -> None:
+    loc: Loc = (role, "engine")
+    section = document.get(loc)
+    if section is None:
+        section = {}
+    if not isinstance(section, dict):
+        return  # the schema says what it wants there
+
+    def hint(place: Loc, key: str) -> tuple[str, list[str]]:
+        return _leftover(place, key, role, spec, plugins, {role: model})
+
+    before = dict(document.origins)
+    value, problems = check(model, document, prefix=loc, unknown=hint)
+    out.problems += [p for p in problems if not p.origin.startswith("as actor.")]
+    if value is None:
+        return
+    _fill(document, loc, value.model_dump(mode="json"), before)
+
+
+def _fill(document: Document, loc: Loc, values: dict[str, Any], origins: dict[Loc, Origin]) -> None:
+    """Write the whole section down, defaults included, so that the resolved configuration says all of it."""
+    for key, item in values.items():
+        place = (*loc, key)
+        if isinstance(item, dict) and item:
+            _fill(document, place, item, origins)
+        else:
+            document.set(place, item, origins.get(place, Origin("default", "default")))
+
+
+def _leftover(
+    place: Loc, key: str, role: str, spec: BackendSpec, plugins: PluginSet, engines: dict[str, type[BaseModel]]
+) -> tuple[str, list[str]]:
+    """A hint for a key that the chosen backend does not know: a near name, another backend's, or a key of core."""
+    model = engines[role]
+    near = nearest(key, model.model_fields, 0.75) if len(place) == 2 else None
+    if near:
+        path = dotted((*place, near))
+        return f"did you mean {path}?", [path]
+    owners = []
+    for record in plugins.backends():
+        if record.spec.name == spec.name and record.spec.kind is spec.kind:
+            continue
+        try:
+            known = config_model(record.spec).model_fields
+        except RlctlError:
+            continue  # only a hint: another backend's fault is not this run's matter
+        if key in known:
+            owners.append(record.spec.name)
+    if owners:
+        names = " and ".join(dict.fromkeys(owners))
+        return f"it is a key of {names}, and {role}.backend is {spec.name}: remove it, or change the backend", []
+    if not model.model_fields:
+        return f"the backend {spec.name} has no settings: remove it", []
+    return for_key(place, key, engines)
+
+
+def _device(document: Document) -> str | None:
+    """The device, where the configuration or RLCTL_DEVICE names it; asking the machine would import torch."""
+    given = document.get(("trainer", "device"))
+    if isinstance(given, str) and given != "auto":
+        return given
+    return os.environ.get("RLCTL_DEVICE") or None
+
+
+def axis_problems(document: Document, role: str, spec: BackendSpec, device: str | None) -> Iterator[Problem]:
+    """Parallel axes that the backend's capability records refuse, and sizes that do not fit the number of processes."""
+    sizes = document.get((role, "parallel"))
+    if not isinstance(sizes, dict):
+        return
+    refused = False
+    for axis in Axis:
+        size = sizes.get(axis.value)
+        if (
+            isinstance(size, bool) != (axis is Axis.SP)
+            or not isinstance(size, int)
+            or size <= (0 if axis is Axis.SP else 1)
+        ):
+            continue
+        cells = [
+            cell
+            for cell in spec.capabilities
+            if cell.axis is axis and cell.model_type == ModelType.LANGUAGE_MODEL and device in (None, cell.device)
+        ]
+        if any(cell.support in (Support.SUPPORTED, Support.CONDITIONAL) for cell in cells):
+            continue
+        refused = True
+        loc: Loc = (role, "parallel", axis.value)
+        reason = next((cell.reason for cell in cells if cell.reason), "it declares nothing of this axis")
+        off = "false" if axis is Axis.SP else "1"
+        yield Problem(
+            dotted(loc),
+            str(document.origin(loc)),
+            f"{spec.name} has no {axis.value}" + (f" on {device}" if device else ""),
+            found=str(size).lower(),
+            wanted=off,
+            hint=f"{reason}. Set {dotted(loc)} to {off}, or see rlctl capabilities",
+        )
+    nproc = document.get(("trainer", "nproc"), 1)
+    if (
+        refused
+        or spec.kind is not BackendKind.TRAIN
+        or isinstance(nproc, bool)
+        or not isinstance(nproc, int)
+        or nproc < 1
+    ):
+        return
+    known = {axis.value for axis in Axis}
+    axes = {k: int(v) for k, v in sizes.items() if k in known and isinstance(v, int) and v >= -1 and v != 0}
+    try:
+        resolve_topology(nproc, axes)
+    except CapabilityError as error:
+        yield _from_error(document, (role, "parallel"), error)

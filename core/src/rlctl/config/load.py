@@ -1,0 +1,126 @@
+"""From a recipe or file, flags and overrides to one checked configuration. Imports no torch.
+
+Everything that is wrong is reported at once, each with its dotted path and where it came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlctl.config.check import check
+from rlctl.config.document import Document, dotted, leaves
+from rlctl.config.engines import resolve_engines
+from rlctl.config.overrides import apply_flags, apply_overrides
+from rlctl.config.paths import resolve_paths
+from rlctl.config.problems import InvalidConfigError, Problem
+from rlctl.config.recipes import find_source
+from rlctl.config.schema import RunConfig
+from rlctl.config.yaml_source import dump, parse, read
+
+if TYPE_CHECKING:
+    from rlctl.plugins import PluginSet
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """A checked configuration: all defaults filled in, all paths absolute.
+
+    Args:
+        config: the configuration; ``engine`` sections are complete and valid for their backends.
+        origins: dotted path of each leaf to where its value came from: ``run.yaml:12``, ``override actor.optim.lr=1e-5``,
+            ``flag --model``, ``as actor.backend``, or ``default``.
+        base_dir: directory of the file.
+        source: the recipe's name, or the file's path as it was given.
+    """
+
+    config: RunConfig
+    origins: dict[str, str]
+    base_dir: Path
+    source: str
+
+    def to_yaml(self) -> str:
+        """The whole configuration as YAML that loads back to an equal one."""
+        return dump(self.config.model_dump(mode="json"))
+
+
+def load_config(
+    source: str,
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, Any] | None = None,
+    plugins: PluginSet | None = None,
+    notice: Callable[[str], None] | None = None,
+) -> ResolvedConfig:
+    """Read, merge, complete and check the configuration of one run.
+
+    Args:
+        source: a recipe's name or the path of a YAML file.
+        overrides: ``KEY=VALUE`` with dotted keys and YAML values.
+        flags: values of command line flags (see :data:`rlctl.config.overrides.FLAGS`); None stands for not given.
+        plugins: where backends and recipes come from; default: what is installed.
+        notice: called with one line for what the user should know although it is no fault (an alias was used).
+
+    Raises:
+        InvalidConfigError: something is wrong; all problems are in it.
+        ConfigError: there is no such file, or it is no YAML.
+        BackendUnavailableError: the one problem is a backend that does not answer.
+    """
+    if plugins is None:
+        from rlctl.plugins import load_plugins
+
+        plugins = load_plugins()
+    tell = notice or (lambda text: None)
+    place = find_source(source, plugins)
+    document, problems = parse(read(place.path, place.label), place.label)
+    base_dir = place.path.parent.absolute()
+    return finish(
+        document,
+        problems,
+        overrides,
+        flags or {},
+        plugins,
+        tell,
+        base_dir,
+        place.name if place.path.name == place.label else source,
+    )
+
+
+def finish(
+    document: Document,
+    problems: list[Problem],
+    overrides: Sequence[str],
+    flags: Mapping[str, Any],
+    plugins: PluginSet,
+    notice: Callable[[str], None],
+    base_dir: Path,
+    source: str,
+) -> ResolvedConfig:
+    """Everything after reading: merge, complete, check.
+
+    Raises:
+        InvalidConfigError, BackendUnavailableError: as :func:`load_config`.
+    """
+    notices = apply_flags(document, flags, problems)
+    apply_overrides(document, overrides, problems)
+    problems += resolve_paths(document, base_dir)
+    engines = resolve_engines(document, plugins, notice)
+    config, faults = check(RunConfig, document, engines=engines.models)
+    problems += [fault for fault in faults if not fault.origin.startswith("as actor.")]
+    problems += engines.problems
+    if problems or config is None:
+        raise _error(source, problems)
+    for line in notices:
+        notice(line)
+    values = config.model_dump(mode="json")
+    origins = {dotted(loc): str(document.leaf_origin(loc)) for loc, _ in leaves(values)}
+    return ResolvedConfig(config, origins, base_dir, source)
+
+
+def _error(source: str, problems: Sequence[Problem]) -> Exception:
+    unique = list({(problem.path, str(problem)): problem for problem in problems}.values())
+    if len(unique) == 1 and unique[0].error is not None:
+        # The other part of rlctl has said it best: a backend that is not installed shows its install command.
+        return unique[0].error
+    return InvalidConfigError(source, unique, "mend the lines above; rlctl config schema lists every key")

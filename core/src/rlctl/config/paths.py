@@ -1,0 +1,152 @@
+"""File names in a configuration, made absolute: those of a file from its directory, those of the command line from the cwd."""
+
+from __future__ import annotations
+
+import glob
+import re
+from pathlib import Path
+
+from rlctl.config.document import Document, Loc, dotted
+from rlctl.config.problems import Problem
+from rlctl.config.suggest import nearest
+
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.\-]*(?:/[A-Za-z0-9][\w.\-]*)?$")
+_SCHEME = re.compile(r"^(?:package|gguf|hf|hub|https?|s3|gs):")
+_FUNCTION = re.compile(r"^(?P<file>.+\.py):(?P<function>[A-Za-z_]\w*)$", re.S)
+
+
+def resolve_paths(document: Document, base_dir: Path) -> list[Problem]:
+    """Rewrite every relative path of ``document``; a file that is not there is a problem, a hub id stays as it is."""
+    problems: list[Problem] = []
+    for key in ("path", "tokenizer"):
+        _model(document, ("model", key), base_dir, problems)
+    for key in ("train_files", "val_files"):
+        _files(document, ("data", key), base_dir, problems)
+    components = document.get(("reward", "components"))
+    for index in range(len(components) if isinstance(components, list) else 0):
+        _function(document, ("reward", "components", index, "name"), base_dir, problems)
+    return problems
+
+
+def _base(document: Document, loc: Loc, base_dir: Path) -> Path:
+    return Path.cwd() if document.origin(loc).on_command_line else base_dir
+
+
+def _absolute(base: Path, text: str) -> Path:
+    """``text`` from ``base``, without touching links, so that a link to a model keeps its name."""
+    expanded = Path(text)
+    if text.startswith("~"):
+        try:
+            expanded = expanded.expanduser()
+        except RuntimeError:
+            expanded = Path(text)  # ~name of a user that does not exist: reported as a missing file
+    return Path(_normal(base / expanded))
+
+
+def _normal(path: Path) -> str:
+    import os.path
+
+    return os.path.normpath(path)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False  # too long, or with a NUL: no such file
+
+
+def _model(document: Document, loc: Loc, base_dir: Path, problems: list[Problem]) -> None:
+    text = document.get(loc)
+    if not isinstance(text, str) or _SCHEME.match(text):
+        return
+    base = _base(document, loc, base_dir)
+    path = _absolute(base, text)
+    if text and _exists(path):
+        document.set(loc, str(path), document.origin(loc))
+        return
+    if _HUB_ID.match(text) and not text.endswith((".yaml", ".json", ".gguf", ".safetensors")):
+        return
+    problems.append(
+        Problem(
+            dotted(loc),
+            str(document.origin(loc)),
+            "there is no such model directory" if text else "the model's name is empty",
+            found=str(path) if text else "",
+            wanted="a directory, a hub id such as org/name, or package:NAME",
+            hint=_near(path) or "check the path; it is taken from " + str(base),
+        )
+    )
+
+
+def _files(document: Document, loc: Loc, base_dir: Path, problems: list[Problem]) -> None:
+    names = document.get(loc)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return
+    base = _base(document, loc, base_dir)
+    out: list[str] = []
+    for index, name in enumerate(names):
+        path = _absolute(base, name)
+        if _SCHEME.match(name):
+            out.append(name)
+        elif name and _exists(path) and not path.is_dir():
+            out.append(str(path))
+        elif matches := _glob(path):
+            out += matches
+        else:
+            place = (*loc, index)
+            what = "is a directory, not a file" if name and path.is_dir() else "there is no such file"
+            inside = sorted(p.name for p in path.iterdir())[:4] if name and path.is_dir() else []
+            hint = f"name the files in it, such as {', '.join(inside)}" if inside else _near(path)
+            problems.append(
+                Problem(
+                    dotted(place),
+                    str(document.origin(place)),
+                    what,
+                    found=str(path) if name else "an empty name",
+                    wanted="a jsonl or parquet file",
+                    hint=hint or f"check the path; it is taken from {base}",
+                )
+            )
+            out.append(name)
+    if out != names:
+        document.set(loc, out, document.origin(loc))
+
+
+def _glob(path: Path) -> list[str]:
+    text = str(path)
+    if not any(char in text for char in "*?[") or "\0" in text:
+        return []
+    return sorted(match for match in glob.glob(text) if Path(match).is_file())
+
+
+def _function(document: Document, loc: Loc, base_dir: Path, problems: list[Problem]) -> None:
+    text = document.get(loc)
+    match = _FUNCTION.match(text) if isinstance(text, str) else None
+    if match is None:
+        return
+    base = _base(document, loc, base_dir)
+    path = _absolute(base, match["file"])
+    if _exists(path):
+        document.set(loc, f"{path}:{match['function']}", document.origin(loc))
+        return
+    problems.append(
+        Problem(
+            dotted(loc),
+            str(document.origin(loc)),
+            "there is no such file",
+            found=str(path),
+            wanted="path/to/file.py:function",
+            hint=_near(path) or f"check the path; it is taken from {base}",
+        )
+    )
+
+
+def _near(path: Path) -> str:
+    """A neighbour with almost the same name."""
+    try:
+        names = [entry.name for entry in path.parent.iterdir()]
+    except (OSError, ValueError):
+        return ""
+    close = nearest(path.name, names)
+    return f"did you mean {path.parent / close}?" if close else ""

@@ -1,0 +1,72 @@
+"""One problem of a configuration, and the error that carries all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlctl.errors import ConfigError, RlctlError
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong at one place.
+
+    Args:
+        path: dotted path (``actor.optim.lr``), or empty where the file itself is the matter.
+        origin: where the value came from: ``run.yaml:12``, ``override actor.optim.lr=x``, ``flag --model``, ``default``.
+        what: the fault in plain words, without a full stop.
+        found: what is there, or empty where ``what`` has said it.
+        wanted: what would have been right.
+        hint: what to do, as one would say it.
+        error: the error of another part of rlctl that this problem stands for (a backend that is not installed).
+    """
+
+    path: str
+    origin: str
+    what: str
+    found: str = ""
+    wanted: str = ""
+    hint: str = ""
+    error: RlctlError | None = None
+
+    def __str__(self) -> str:
+        place = f"{self.path} ({self.origin})" if self.path else self.origin
+        parts = [self.what] if self.what else []
+        if self.found:
+            parts.append(f"found {self.found}")
+        if self.wanted:
+            parts.append(f"wanted {self.wanted}")
+        text = f"{place}: {', '.join(parts)}"
+        if self.hint:
+            text += f". {self.hint[0].upper()}{self.hint[1:]}"
+        return text
+
+    def to_json(self) -> dict[str, str]:
+        """The problem as plain strings."""
+        return {
+            "path": self.path,
+            "origin": self.origin,
+            "what": self.what or "wrong value",
+            "found": self.found,
+            "wanted": self.wanted,
+            "next": self.hint,
+        }
+
+
+class InvalidConfigError(ConfigError):
+    """Every problem of one configuration. ``problems`` has them as data, ``details`` as one line each."""
+
+    def __init__(self, source: str, problems: Sequence[Problem], next: str) -> None:
+        count = len(problems)
+        super().__init__(
+            f"{'one problem' if count == 1 else f'{count} problems'} in the configuration {source}",
+            next=next,
+            details=[str(problem) for problem in problems],
+        )
+        self.problems = tuple(problems)
+
+    def to_json(self) -> dict[str, Any]:
+        """The error as a JSON object, with the problems as data."""
+        return {**super().to_json(), "problems": [problem.to_json() for problem in self.problems]}
