@@ -1,0 +1,207 @@
+"""The one module that knows cuda, npu and cpu calls. torch is imported inside the functions only.
+
+A device is written as torch writes it (``cuda``, ``cuda:1``, ``npu:0``, ``cpu``) or given as :class:`Device`. Sizes are
+in GiB (2**30 bytes), as ``perf/max_memory_allocated_gb`` is in this field.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlctl.errors import CapabilityError
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    import torch
+
+    DeviceLike: TypeAlias = "Device | str | torch.device"
+
+DEVICE_VARIABLE = "RLCTL_DEVICE"
+VENDOR_VARIABLE = "RLCTL_VENDOR"
+_GIB = 2**30
+_VENDORS = {"npu": "huawei", "mps": "apple", "xpu": "intel", "musa": "mthreads"}
+_ORDER = ("cuda", "npu")
+"""Accelerators that ``auto`` looks for, first to last; the CPU is what remains."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device type as torch names it, and who makes it (None where it does not matter, as on a CPU)."""
+
+    type: str
+    vendor: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.type}/{self.vendor}" if self.vendor else self.type
+
+
+def detect_device(preference: str = "auto") -> Device:
+    """The device to run on, by asking the runtime: an installed wheel is no device.
+
+    Args:
+        preference: ``auto`` or a device type. ``RLCTL_DEVICE`` replaces ``auto``; ``RLCTL_VENDOR`` replaces the vendor.
+
+    Raises:
+        CapabilityError: the device that ``preference`` names does not answer. What the variables say is taken as it is.
+    """
+    vendor = os.environ.get(VENDOR_VARIABLE) or None
+    forced = os.environ.get(DEVICE_VARIABLE) or None
+    if preference == "auto" and forced is not None:
+        return Device(forced, vendor or _vendor(forced))
+    if preference == "auto":
+        kind = next((d for d in _ORDER if is_available(d)), "cpu")
+        return Device(kind, vendor or _vendor(kind))
+    if preference != "cpu" and preference != forced and not is_available(preference):
+        raise CapabilityError(
+            f"no {preference} device answers",
+            found=_runtime_words(),
+            wanted=f"a torch build and a driver for {preference}",
+            next="trainer.device=cpu, or rlctl doctor to see what the runtime says",
+        )
+    return Device(preference, vendor or _vendor(preference))
+
+
+def is_available(device: str) -> bool:
+    """True when the runtime of a device type answers. Never raises: a broken driver is an absent device."""
+    if device == "cpu":
+        return True
+    try:
+        runtime = _runtime(device)
+        return runtime is not None and bool(runtime.is_available()) and int(runtime.device_count()) > 0
+    except Exception:  # a vendor's extension may fail in any way when its driver is missing
+        return False
+
+
+def _runtime(device: str) -> Any:
+    """torch's module of a device type (``torch.cuda``, ``torch.npu``), or None. The npu one comes with torch_npu."""
+    import torch
+
+    kind = _type_of(device)
+    if kind == "npu" and not hasattr(torch, "npu"):
+        try:
+            importlib.import_module("torch_npu")
+        except ImportError:
+            return None
+    return getattr(torch, kind, None)
+
+
+def _type_of(device: Any) -> str:
+    if isinstance(device, Device):
+        return device.type
+    return str(device).partition(":")[0]
+
+
+def _vendor(device: str) -> str | None:
+    if device == "cuda":
+        # ROCm builds of torch present themselves as cuda; a torch that is absent or CPU-only cannot tell.
+        torch = sys.modules.get("torch")
+        return "amd" if torch is not None and getattr(torch.version, "hip", None) else "nvidia"
+    return _VENDORS.get(device)
+
+
+def _runtime_words() -> str:
+    import torch
+
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    return f"torch {torch.__version__} built with {built}, no accelerator answers"
+
+
+def device_count(device: DeviceLike) -> int:
+    """How many devices of this type this process sees; 1 for the CPU."""
+    return 1 if _type_of(device) == "cpu" else int(_runtime(_type_of(device)).device_count())
+
+
+def device_name(device: DeviceLike) -> str:
+    """Its marketing name, or the processor's."""
+    if _type_of(device) != "cpu":
+        return str(_runtime(_type_of(device)).get_device_name(_index(device)))
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine()
+
+
+def synchronize(device: DeviceLike) -> None:
+    """Wait for all work queued on the device. Nothing to do on a CPU."""
+    if _type_of(device) != "cpu":
+        _runtime(_type_of(device)).synchronize(_index(device))
+
+
+def empty_cache(device: DeviceLike) -> None:
+    """Give cached blocks back to the driver. Nothing to do on a CPU."""
+    if _type_of(device) != "cpu":
+        _runtime(_type_of(device)).empty_cache()
+
+
+def max_memory_allocated_gb(device: DeviceLike) -> float:
+    """Peak GiB of the allocator since the last reset; on a CPU the peak resident set of this process."""
+    if _type_of(device) == "cpu":
+        return peak_rss_gb()
+    return float(_runtime(_type_of(device)).max_memory_allocated(_index(device))) / _GIB
+
+
+def memory_allocated_gb(device: DeviceLike) -> float:
+    """GiB that tensors hold now; on a CPU the resident set of this process."""
+    if _type_of(device) == "cpu":
+        return _status_kib("VmRSS") * 1024 / _GIB
+    return float(_runtime(_type_of(device)).memory_allocated(_index(device))) / _GIB
+
+
+def reset_peak_memory(device: DeviceLike) -> bool:
+    """Start a new peak. False where the system does not let a process reset it."""
+    if _type_of(device) != "cpu":
+        _runtime(_type_of(device)).reset_peak_memory_stats(_index(device))
+        return True
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: resets VmHWM to the present resident set
+    except OSError:
+        return False
+    return True
+
+
+def peak_rss_gb() -> float:
+    """Peak resident set of this process in GiB."""
+    peak = _status_kib("VmHWM")
+    if peak:
+        return peak * 1024 / _GIB
+    import resource
+
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used / _GIB if sys.platform == "darwin" else used * 1024 / _GIB
+
+
+def _status_kib(key: str) -> int:
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(key + ":"):
+                return int(line.split()[1])
+    except OSError:
+        pass  # not Linux
+    return 0
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python, torch on every device, and numpy where it is loaded."""
+    import torch
+
+    random.seed(seed)
+    torch.manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def _index(device: Any) -> int | None:
+    _, _, index = str(device if not isinstance(device, Device) else device.type).partition(":")
+    return int(index) if index else None
