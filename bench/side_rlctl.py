@@ -12,6 +12,7 @@ import resource  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
 from collections.abc import Mapping  # noqa: E402
+from itertools import pairwise  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import yaml  # noqa: E402
@@ -67,7 +68,7 @@ def main() -> None:
     plugins = load_plugins()
     runner = Runner(load_config(str(path), plugins=plugins), plugins, Clock(), run_dir=path.parent / "run")
     result = runner.execute()
-    steps = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    steps = [b - a for a, b in pairwise(ends)]
     samples = work["prompts_per_step"] * work["samples"]
     tokens = [m["response_length/mean"] * samples for m in result.history[1:]]
     print(

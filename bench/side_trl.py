@@ -11,6 +11,7 @@ import os  # noqa: E402
 import resource  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
+from itertools import pairwise  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
@@ -91,7 +92,7 @@ def main() -> None:
         train_dataset=Dataset.from_list([{"prompt": prompt(r["prompt"]), "answer": r["answer"]} for r in rows]),
     )
     trainer.train()
-    steps = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    steps = [b - a for a, b in pairwise(ends)]
     lengths = [float(entry["completions/mean_length"]) for entry in logs[1:]]
     print(
         json.dumps(

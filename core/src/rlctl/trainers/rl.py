@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from rlctl import device as devices
 from rlctl.algorithms.advantages import grpo_advantages
 from rlctl.batch import PackedBatch, pack
 from rlctl.data.prompts import PromptEncoder
@@ -22,7 +21,7 @@ from rlctl.roles.actor import ActorRole
 from rlctl.roles.reference import ReferenceRole
 from rlctl.roles.rollout import RolloutRole
 from rlctl.trainers.evaluation import ScoredRollout, length_metrics, score_completions, validate
-from rlctl.trainers.setup import Context
+from rlctl.trainers.setup import Context, memory_metrics
 
 
 @dataclass
@@ -107,7 +106,7 @@ class RLTrainer:
             "perf/total_num_tokens": float(total_tokens),
             "perf/throughput": total_tokens / elapsed,
             "perf/gen_throughput": sum(len(c.token_ids) for c in completions) / timer.seconds["gen"],
-            **devices.memory_metrics(self.context.device),
+            **memory_metrics(self.context.device),
         }
         return metrics, rollout
 

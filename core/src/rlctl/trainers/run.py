@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlctl import device as devices
 from rlctl.batch import save_batch
 from rlctl.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from rlctl.config.load import ResolvedConfig
@@ -70,10 +72,25 @@ class Runner:
     def _open_run(self, run_dir: Path | None, resume: Path | None) -> RunDirectory:
         if resume is not None:
             return RunDirectory.open(resume)
-        manifest = build_manifest(self.resolved, self.plugins, device=self.context.device)
+        device = self.context.device
+        manifest = build_manifest(
+            self.config,
+            source=self.resolved.source,
+            base_dir=self.resolved.base_dir,
+            argv=["rlctl", *sys.argv[1:]],
+            device={"type": device.type, "vendor": device.vendor, "name": devices.device_name(device)},
+            origins=self.resolved.origins,
+        )
+        text = self.resolved.to_yaml()
         if run_dir is not None:
-            return RunDirectory.create(run_dir.parent, run_dir.name, self.resolved.to_yaml(), manifest, exact=True)
-        return RunDirectory.create(None, setup.run_name(self.resolved), self.resolved.to_yaml(), manifest)
+            if run_dir.exists():
+                raise CheckpointError(
+                    f"the run directory {run_dir} exists already",
+                    wanted="a new directory",
+                    next=f"rlctl train --resume {run_dir}, or another --run-dir",
+                )
+            return RunDirectory.create(run_dir.parent, run_dir.name, text, manifest, stamp=False)
+        return RunDirectory.create(None, setup.run_name(self.resolved), text, manifest)
 
     # ---- building ---------------------------------------------------------------------------------------------
     def _build(self) -> RLTrainer | SFTTrainer:
@@ -165,8 +182,11 @@ class Runner:
                 f"nothing is left to train: the run stands at step {start} of {self.total_steps}",
                 next="raise trainer.total_training_steps, or start a new run",
             )
-        names = [n for n in cfg.logger if n != "console"]
-        tracker = build_tracker(names, self.run.path, self.config.model_dump(mode="json"), self.plugins, resume_step=start)
+        plain = self.config.model_dump(mode="json")
+        resume_step = start if self.resuming else None
+        tracker = build_tracker(
+            cfg.logger, self.run.path, plain, self.plugins, resume_step=resume_step, reporter=self.reporter
+        )
         try:
             if isinstance(trainer, RLTrainer):
                 trainer.rollout.sync(trainer.actor.engine)
@@ -189,7 +209,7 @@ class Runner:
         finally:
             tracker.close()
         result.best_step = self.best[1] if self.best else None
-        self.run.finish("done", last_step=result.steps, final_metrics=result.last)
+        self.run.finish("done", last_step=result.steps)
 
     def _step(self, trainer: RLTrainer | SFTTrainer, step: int) -> dict[str, float]:
         if isinstance(trainer, SFTTrainer):
@@ -227,13 +247,14 @@ class Runner:
             save_checkpoint(self.run, step, self.engines["actor"], state, self.config.trainer.max_ckpt_to_keep)
 
     def _resume(self, trainer: RLTrainer | SFTTrainer) -> int:
-        checkpoint = latest_checkpoint(self.run.path)
+        checkpoint = latest_checkpoint(self.run.path, notice=self.reporter.message)
         if checkpoint is None:
             self.reporter.message(f"no complete checkpoint in {self.run.path}: starting from step 0")
+            self.run.rewind(0)
             return 0
         state: Mapping[str, Any] = load_checkpoint(checkpoint, self.engines["actor"])
         trainer.load_state_dict(dict(state["trainer"]))
         self.best = (float(state["best"][0]), int(state["best"][1])) if state.get("best") else None
         self.reporter.message(f"resumed from step {state['step']}")
-        self.run.update_manifest(status="running", resumed_from=int(state["step"]))
+        self.run.rewind(int(state["step"]))
         return int(state["step"])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlctl import device as devices
 from rlctl import registry, topology
 from rlctl.config.load import ResolvedConfig
 from rlctl.config.schema import ModelConfig, OptimConfig, RunConfig, TrainRole
@@ -146,7 +147,12 @@ def describe_engines(engines: Mapping[str, Engine]) -> dict[str, Any]:
     return out
 
 
-Notice = Callable[[str], None]
+def memory_metrics(device: Device) -> dict[str, float]:
+    """Peak memory so far, in GB: of this process, and of the device where it has memory of its own."""
+    metrics = {"perf/max_rss_gb": devices.peak_rss_gb()}
+    if device.type != "cpu":
+        metrics["perf/max_memory_allocated_gb"] = devices.max_memory_allocated_gb(device)
+    return metrics
 
 
 def run_name(resolved: ResolvedConfig) -> str:

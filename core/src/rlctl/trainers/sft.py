@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from rlctl import device as devices
 from rlctl.algorithms.losses import CrossEntropyLoss
 from rlctl.batch import PackedBatch, pack
 from rlctl.data.prompts import PromptEncoder
@@ -18,7 +17,7 @@ from rlctl.data.sampler import BatchSampler
 from rlctl.engine import Engine
 from rlctl.errors import DataError, GuardError
 from rlctl.microbatch import MicroBatchPlan
-from rlctl.trainers.setup import Context
+from rlctl.trainers.setup import Context, memory_metrics
 
 
 @dataclass
@@ -91,7 +90,7 @@ class SFTTrainer:
             "perf/time_per_step": elapsed,
             "perf/total_num_tokens": float(batch.num_items),
             "perf/throughput": batch.num_items / elapsed,
-            **devices.memory_metrics(self.context.device),
+            **memory_metrics(self.context.device),
         }
 
     def validate(self) -> dict[str, float]:
