@@ -1,0 +1,83 @@
+"""Micro-batches: the token bound is hard, each row runs once, every rank runs the same number."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlctl.errors import BatchError
+from rlctl.microbatch import MicroBatchPlan, assign, check_lengths, min_count
+
+lengths_strategy = st.lists(st.integers(1, 50), max_size=40)
+plans = st.one_of(
+    st.builds(MicroBatchPlan, max_rows=st.integers(1, 9)), st.builds(MicroBatchPlan, max_tokens=st.integers(50, 200))
+)
+
+
+@given(lengths_strategy, plans, st.integers(0, 5), st.integers(1, 4))
+def test_bound_rows_and_count(lengths: list[int], plan: MicroBatchPlan, more: int, multiple_of: int) -> None:
+    count = min_count(lengths, plan) + more
+    groups = assign(lengths, plan, count, multiple_of)
+    assert sorted(i for rows in groups for i in rows) == list(range(len(lengths)))
+    assert len(groups) % multiple_of == 0
+    assert max(count, 1) <= len(groups) < max(count, 1) + multiple_of
+    for rows in groups:
+        if plan.max_tokens is not None:
+            assert sum(lengths[i] for i in rows) <= plan.max_tokens
+        else:
+            assert plan.max_rows is not None
+            assert len(rows) <= plan.max_rows
+    loads = [sum(lengths[i] for i in rows) for rows in groups]
+    assert loads == sorted(loads, reverse=True), "the longest micro-batch runs first"
+
+
+@given(st.lists(lengths_strategy, min_size=1, max_size=5), plans, st.integers(1, 4))
+def test_ranks_agree_on_the_number(ranks: list[list[int]], plan: MicroBatchPlan, multiple_of: int) -> None:
+    agreed = max(min_count(lengths, plan) for lengths in ranks)
+    counts = {len(assign(lengths, plan, agreed, multiple_of)) for lengths in ranks}
+    assert len(counts) == 1
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(50, 200))
+def test_token_count_is_near_the_fewest_possible(lengths: list[int], bound: int) -> None:
+    found = min_count(lengths, MicroBatchPlan(max_tokens=bound))
+    fewest = -(-sum(lengths) // bound)
+    # First-fit-decreasing needs at most 11/9 OPT + 6/9 bins (Dosa 2007), and OPT <= 2 * ceil(total / bound).
+    assert fewest <= found <= 11 / 9 * (2 * fewest) + 1
+
+
+def test_a_rank_without_rows_still_runs() -> None:
+    plan = MicroBatchPlan(max_tokens=10)
+    assert min_count([], plan) == 0
+    assert assign([], plan, 3) == [[], [], []]
+    assert assign([], plan, 0) == [[]]
+
+
+def test_fixed_rows_stay_in_order() -> None:
+    groups = assign([5, 5, 5, 5, 5], MicroBatchPlan(max_rows=2), 3)
+    assert groups == [[0, 1], [2, 3], [4]]
+
+
+def test_over_long_rows_are_named() -> None:
+    plan = MicroBatchPlan(max_tokens=8)
+    check_lengths([8, 1], plan)
+    with pytest.raises(BatchError, match="2 rows are longer") as caught:
+        min_count([3, 9, 8, 12], plan)
+    assert "1 (9 tokens)" in str(caught.value)
+    assert "3 (12 tokens)" in str(caught.value)
+    assert "at most 8" in str(caught.value)
+    assert caught.value.next
+    with pytest.raises(BatchError, match="1 row is longer"):
+        check_lengths([9], plan)
+
+
+def test_a_plan_has_exactly_one_bound() -> None:
+    for bounds in ({}, {"max_rows": 2, "max_tokens": 5}, {"max_rows": 0}, {"max_tokens": -1}):
+        with pytest.raises(AssertionError):
+            MicroBatchPlan(**bounds)
+
+
+def test_too_few_micro_batches_are_our_own_fault() -> None:
+    with pytest.raises(AssertionError):
+        assign([5, 5, 5], MicroBatchPlan(max_tokens=5), 2)
