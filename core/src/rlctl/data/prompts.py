@@ -1,0 +1,265 @@
+"""Rows to token ids: chat template or raw text, prompts for generation, and prompt + response for SFT. No padding.
+
+What training sees must be what generation sees. So the ids of a prompt are always a prefix of the ids of the same
+prompt with its response: where tokenising both together would merge a token across the border, the response is
+tokenised on its own, and where the template itself writes the prompt differently once a response follows, that is a
+DataError with the row's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from string import Formatter
+from typing import TYPE_CHECKING, Any
+
+from rlctl.data.columns import Message, Row
+from rlctl.data.faults import excerpt
+from rlctl.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlctl.config.schema import DataConfig
+
+
+class PromptEncoder:
+    """Encodes rows with one tokenizer under one ``data`` section.
+
+    With a chat template (``data.apply_chat_template`` auto or always) a text prompt becomes one user message, after
+    ``data.system_prompt`` unless the row has a system message of its own. Without, a prompt is raw text: the system
+    prompt and the user's text with a blank line between, and a beginning-of-sequence token where the tokenizer adds one.
+
+    Raises:
+        DataError: ``always`` without a template, or a ``data.prompt_template`` that is not usable.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
+        self._tokenizer = tokenizer
+        self._data = data
+        has_template = bool(getattr(tokenizer, "chat_template", None))
+        if data.apply_chat_template == "always" and not has_template:
+            raise DataError(
+                "data.apply_chat_template is always, but the tokenizer has no chat template.",
+                next="set model.chat_template, or data.apply_chat_template=auto",
+            )
+        self.uses_chat_template = has_template and data.apply_chat_template != "never"
+        _check_prompt_template(data.prompt_template)
+        self._bos = self._leading_ids()
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self._tokenizer
+
+    def prompt_text(self, row: Row) -> str:
+        """The prompt as the model sees it, before tokenising (raw text: without the beginning-of-sequence token)."""
+        messages = self._messages(row)
+        return self._render(row, messages, generation=True) if self.uses_chat_template else self._raw(row, messages)
+
+    def prompt_ids(self, row: Row) -> list[int]:
+        """Token ids of the prompt, with the template's generation prompt.
+
+        Raises:
+            DataError: the template refuses the row, or the prompt has no tokens.
+        """
+        return self._checked(row, self._lead() + self._encode(self.prompt_text(row)))
+
+    def prompt_ids_batch(self, rows: Sequence[Row]) -> list[list[int]]:
+        """:meth:`prompt_ids` of many rows, faster."""
+        if not rows:
+            return []
+        texts = [self.prompt_text(row) for row in rows]
+        encoded: Any = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        lead = self._lead()
+        return [self._checked(row, lead + list(ids)) for row, ids in zip(rows, encoded, strict=True)]
+
+    def sft(self, row: Row) -> tuple[list[int], list[bool]]:
+        """(ids, loss_mask) of prompt + response: True exactly on response tokens, the token that ends them included.
+
+        A row without a response trains on its answer. A chat row trains on each of its assistant turns.
+
+        Raises:
+            DataError: the row has neither, or the chat template breaks the prefix rule.
+        """
+        if row.response is None and row.answer is None:
+            raise DataError(
+                f"{row.source} (row {row.index}) has no response to train on.",
+                wanted="a response, completion or answer column, or a chat that ends with an assistant turn",
+                next="data.columns.response=COLUMN, or remove the row",
+            )
+        if self.uses_chat_template:
+            return self._chat_sft(row)
+        return self._raw_sft(row)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, without special tokens."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    # ---- messages -------------------------------------------------------------------------------------------------
+    def _messages(self, row: Row) -> list[Message]:
+        if isinstance(row.prompt, str):
+            messages: list[Message] = [{"role": "user", "content": self._fill(row.prompt)}]
+        else:
+            messages = [dict(message) for message in row.prompt]
+            if self._data.prompt_template is not None and messages[-1]["role"] == "user":
+                messages[-1]["content"] = self._fill(messages[-1]["content"])
+        if self._data.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
+            messages.insert(0, {"role": "system", "content": self._data.system_prompt})
+        return messages
+
+    def _fill(self, prompt: str) -> str:
+        template = self._data.prompt_template
+        return prompt if template is None else template.format(prompt=prompt)
+
+    def _raw(self, row: Row, messages: list[Message]) -> str:
+        system = [message["content"] for message in messages if message["role"] == "system"]
+        user = [message["content"] for message in messages if message["role"] == "user"]
+        if len(user) != 1 or len(system) + len(user) != len(messages):
+            raise DataError(
+                f"{row.source} (row {row.index}) is a chat of {len(messages)} messages, and no chat template applies.",
+                wanted="a tokenizer with a chat template, or rows of one user message",
+                next="set model.chat_template, or use data.apply_chat_template=auto with a chat model's tokenizer",
+            )
+        return "\n\n".join((*system, *user))
+
+    def _render(self, row: Row, messages: list[Message], generation: bool) -> str:
+        try:
+            text: Any = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
+        except Exception as error:  # a template is the model author's program: jinja's errors and whatever it raises
+            raise DataError(
+                f"The chat template refuses {row.source} (row {row.index}).",
+                found=f"{type(error).__name__}: {error}",
+                wanted="messages in an order that the template accepts: " + ", ".join(m["role"] for m in messages),
+                next="correct the row, or set model.chat_template",
+            ) from error
+        return str(text)
+
+    # ---- ids ------------------------------------------------------------------------------------------------------
+    def _encode(self, text: str) -> list[int]:
+        encoded: Any = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return list(encoded)
+
+    def _lead(self) -> list[int]:
+        # A chat template writes its own beginning-of-sequence token.
+        return [] if self.uses_chat_template else list(self._bos)
+
+    def _leading_ids(self) -> list[int]:
+        """The special tokens that the tokenizer puts before a text."""
+        with_special: Any = self._tokenizer("0")["input_ids"]
+        plain = self._encode("0")
+        for start in range(len(with_special) - len(plain) + 1):
+            if list(with_special[start : start + len(plain)]) == plain:
+                return list(with_special[:start])
+        return []
+
+    def _checked(self, row: Row, ids: list[int]) -> list[int]:
+        if not ids:
+            raise DataError(
+                f"{row.source} (row {row.index}) has a prompt without a single token.", next="remove the row"
+            )
+        return ids
+
+    def _continue(self, ids: list[int], before: str, after: str) -> list[int]:
+        """Ids of ``after``, whose first part ``before`` has the ids ``ids``: those, then the rest."""
+        whole = self._encode(after)
+        if whole[: len(ids)] == ids:
+            return whole
+        return ids + self._encode(after[len(before) :])
+
+    def _eos(self) -> int:
+        eos: Any = self._tokenizer.eos_token_id
+        if eos is None:
+            raise DataError(
+                "The tokenizer has no end-of-sequence token, so a response could not end.",
+                next='add "eos_token" to its tokenizer_config.json',
+            )
+        return int(eos)
+
+    # ---- SFT ------------------------------------------------------------------------------------------------------
+    def _raw_sft(self, row: Row) -> tuple[list[int], list[bool]]:
+        if row.messages is not None and sum(message["role"] == "assistant" for message in row.messages) > 1:
+            self._raw(row, list(row.messages))
+        text = self.prompt_text(row)
+        prompt = self._encode(text)
+        target = row.response if row.response is not None else row.answer
+        assert target is not None
+        ids = [*self._continue(prompt, text, text + target), self._eos()]
+        lead = self._checked(row, self._lead() + prompt)
+        return self._lead() + ids, [False] * len(lead) + [True] * (len(ids) - len(prompt))
+
+    def _chat_sft(self, row: Row) -> tuple[list[int], list[bool]]:
+        messages = self._messages(row)
+        if row.messages is not None and row.response is not None:
+            # The rows's own turns, with the system prompt and template that _messages has put in.
+            turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+            messages.append(dict(row.messages[-1]))
+        else:
+            turns = []
+            target = row.response if row.response is not None else row.answer
+            messages.append({"role": "assistant", "content": target})
+        turns.append(len(messages) - 1)
+        ids: list[int] = []
+        mask: list[bool] = []
+        done = ""
+        for turn in turns:
+            prompt = self._render(row, messages[:turn], generation=True)
+            full = self._render(row, messages[: turn + 1], generation=False)
+            self._require_prefix(row, done, prompt, "an earlier turn changes once a later one follows")
+            self._require_prefix(row, prompt, full, "the prompt changes once its response follows")
+            with_prompt = self._continue(ids, done, prompt)
+            mask += [False] * (len(with_prompt) - len(ids))
+            ids = self._continue(with_prompt, prompt, full)
+            learned = self._end_of_turn(ids, len(with_prompt))
+            mask += [True] * (learned - len(with_prompt)) + [False] * (len(ids) - learned)
+            done = full
+        last = max(place for place, learn in enumerate(mask) if learn) + 1
+        if not self._ends(ids[last - 1]):
+            return [*ids[:last], self._eos()], [*mask[:last], True]
+        return ids[:last], mask[:last]
+
+    def _end_of_turn(self, ids: list[int], start: int) -> int:
+        """Where the assistant's turn ends in ``ids[start:]``: after its last special token, else at the end."""
+        return next((place + 1 for place in range(len(ids) - 1, start - 1, -1) if self._ends(ids[place])), len(ids))
+
+    def _ends(self, token_id: int) -> bool:
+        return token_id in self._special_ids
+
+    @property
+    def _special_ids(self) -> frozenset[int]:
+        cached = self.__dict__.get("_special")
+        if cached is None:
+            added: Any = getattr(self._tokenizer, "added_tokens_decoder", {})
+            ids = {token_id for token_id, token in added.items() if token.special}
+            cached = self.__dict__["_special"] = frozenset({*ids, *self._tokenizer.all_special_ids})
+        return cached
+
+    def _require_prefix(self, row: Row, before: str, after: str, what: str) -> None:
+        if after.startswith(before):
+            return
+        same = next(
+            (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after))
+        )
+        raise DataError(
+            f"The chat template cannot train on {row.source} (row {row.index}): {what}.",
+            found=f"...{excerpt(after[max(0, same - 20) : same + 30])!r}",
+            wanted=f"...{excerpt(before[max(0, same - 20) : same + 30])!r}",
+            next="set model.chat_template to one that keeps earlier text as it is, or use rows of a single turn",
+        )
+
+
+def _check_prompt_template(template: str | None) -> None:
+    if template is None:
+        return
+    try:
+        fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+        template.format(prompt="")
+    except (ValueError, KeyError, IndexError, AttributeError) as error:
+        fields, reason = [], f"{type(error).__name__}: {error}"
+    else:
+        reason = f"the fields {fields}" if fields else "no field at all"
+    if not fields or any(name != "prompt" for name in fields):
+        raise DataError(
+            "data.prompt_template is not usable.",
+            found=reason,
+            wanted="text with {prompt} where the prompt goes; a brace of its own is written twice: {{ }}",
+            next='data.prompt_template="{prompt}"',
+        )
