@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from rlctl.config.suggest import for_choice, for_key
 M = TypeVar("M", bound=BaseModel)
 UnknownKey = Callable[[Loc, str], tuple[str, list[str]]]
 _ROUNDS = 6
+_DOTTED = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)+\b")
 
 
 def check(
@@ -51,11 +53,11 @@ def check(
         taken_away = False
         for fault in faults:
             loc = (*prefix, *_real_loc(fault["loc"], tree))
-            problem, names = _problem(fault, loc, document, engines, hint, model, len(prefix))
-            if not _consequence(fault, problem, removed):
-                if problem not in problems:
-                    problems.append(problem)
-                removed |= names
+            for problem, names in _problems(fault, loc, document, engines, hint, model, len(prefix)):
+                if not _consequence(fault, problem, removed):
+                    if problem not in problems:
+                        problems.append(problem)
+                    removed |= names
             taken_away |= _remove(tree, loc[len(prefix) :])
         if not taken_away:
             break
@@ -102,6 +104,22 @@ def _remove(tree: Any, loc: Loc) -> bool:
     return False
 
 
+def _problems(
+    fault: Any,
+    loc: Loc,
+    document: Document,
+    engines: EngineModels | None,
+    hint: UnknownKey,
+    model: type[BaseModel],
+    depth: int,
+) -> list[tuple[Problem, set[str]]]:
+    """The problems in words (a check across keys may have several, one a line), and the paths taken away with each."""
+    if fault["type"] == "value_error":
+        text = str(fault["ctx"]["error"]) if "error" in fault.get("ctx", {}) else fault["msg"].partition(", ")[2]
+        return [(_across_keys(line, loc, document), {dotted(loc)} if loc else set()) for line in text.splitlines()]
+    return [_problem(fault, loc, document, engines, hint, model, depth)]
+
+
 def _problem(
     fault: Any,
     loc: Loc,
@@ -111,7 +129,7 @@ def _problem(
     model: type[BaseModel],
     depth: int,
 ) -> tuple[Problem, set[str]]:
-    """The problem in words, and the paths whose later complaints are only its consequence."""
+    """The problem of one key in words, and the paths whose later complaints are only its consequence."""
     path = dotted(loc)
     origin = document.origin(loc)
     kind: str = fault["type"]
@@ -127,13 +145,10 @@ def _problem(
                 dotted(loc[:-1]), str(document.origin(loc[:-1])), "", found, outer, _place(document, loc[:-1])
             ), {path}
         return Problem(path, str(_section_origin(document, loc)), "missing", "", wanted(field), _example(loc)), {path}
-    if kind == "value_error":
-        text = str(fault["ctx"]["error"]) if "error" in fault.get("ctx", {}) else fault["msg"].partition(", ")[2]
-        return Problem(path, str(origin), text, hint=_place(document, loc)), {path}
     if kind in ("too_long", "too_short") and loc:
         return Problem(path, str(origin), "", describe(document.get(loc)), wanted(field), _place(document, loc)), {path}
     found = document.get(loc)
-    want = wanted(field) or _plain(fault["msg"])
+    want = wanted(field, found) or _plain(fault["msg"])
     advice = ""
     if kind in ("literal_error", "enum"):
         choices = [
@@ -148,6 +163,16 @@ def _problem(
     elif want.startswith("a list") and not isinstance(found, (dict, list)) and found is not None:
         advice = f"write {loc[-1]}: [{found}]"
     return Problem(path, str(origin), "", describe(found), want, advice or _place(document, loc)), {path}
+
+
+def _across_keys(text: str, loc: Loc, document: Document) -> Problem:
+    """A check across keys complains of a section; the reader is led to the keys that its message names."""
+    names = [tuple(name.split(".")) for name in dict.fromkeys(_DOTTED.findall(text))]
+    named = [place for place in names if place[: len(loc)] == loc and annotation_at(place) is not None]
+    given = [place for place in named if document.has(place)]
+    place = next(iter(given or named), loc)
+    hint = " or ".join(_place(document, p) for p in given) or _place(document, place)
+    return Problem(dotted(place), str(document.origin(place)), text, hint=hint)
 
 
 def _section_origin(document: Document, loc: Loc) -> Origin:

@@ -104,7 +104,7 @@ def finish(
     """
     notices = apply_flags(document, flags, problems)
     apply_overrides(document, overrides, problems)
-    problems += resolve_paths(document, base_dir)
+    problems += resolve_paths(document, base_dir, notice)
     engines = resolve_engines(document, plugins, notice)
     config, faults = check(RunConfig, document, engines=engines.models)
     problems += [fault for fault in faults if not fault.origin.startswith("as actor.")]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import glob
+import os.path
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from rlctl.config.document import Document, Loc, dotted
@@ -11,15 +13,18 @@ from rlctl.config.problems import Problem
 from rlctl.config.suggest import nearest
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.\-]*(?:/[A-Za-z0-9][\w.\-]*)?$")
-_SCHEME = re.compile(r"^(?:package|gguf|hf|hub|https?|s3|gs):")
+_SCHEME = re.compile(r"^(?:package|gguf):")
 _FUNCTION = re.compile(r"^(?P<file>.+\.py):(?P<function>[A-Za-z_]\w*)$", re.S)
 
 
-def resolve_paths(document: Document, base_dir: Path) -> list[Problem]:
-    """Rewrite every relative path of ``document``; a file that is not there is a problem, a hub id stays as it is."""
+def resolve_paths(document: Document, base_dir: Path, notice: Callable[[str], None]) -> list[Problem]:
+    """Rewrite every relative path of ``document``; a file that is not there is a problem, a hub id stays as it is.
+
+    ``notice`` gets a line for what is taken as a hub id although a directory has almost the same name.
+    """
     problems: list[Problem] = []
     for key in ("path", "tokenizer"):
-        _model(document, ("model", key), base_dir, problems)
+        _model(document, ("model", key), base_dir, problems, notice)
     for key in ("train_files", "val_files"):
         _files(document, ("data", key), base_dir, problems)
     components = document.get(("reward", "components"))
@@ -40,13 +45,7 @@ def _absolute(base: Path, text: str) -> Path:
             expanded = expanded.expanduser()
         except RuntimeError:
             expanded = Path(text)  # ~name of a user that does not exist: reported as a missing file
-    return Path(_normal(base / expanded))
-
-
-def _normal(path: Path) -> str:
-    import os.path
-
-    return os.path.normpath(path)
+    return Path(os.path.normpath(base / expanded))
 
 
 def _exists(path: Path) -> bool:
@@ -56,7 +55,9 @@ def _exists(path: Path) -> bool:
         return False  # too long, or with a NUL: no such file
 
 
-def _model(document: Document, loc: Loc, base_dir: Path, problems: list[Problem]) -> None:
+def _model(
+    document: Document, loc: Loc, base_dir: Path, problems: list[Problem], notice: Callable[[str], None]
+) -> None:
     text = document.get(loc)
     if not isinstance(text, str) or _SCHEME.match(text):
         return
@@ -66,6 +67,9 @@ def _model(document: Document, loc: Loc, base_dir: Path, problems: list[Problem]
         document.set(loc, str(path), document.origin(loc))
         return
     if _HUB_ID.match(text) and not text.endswith((".yaml", ".json", ".gguf", ".safetensors")):
+        near = _near(path)
+        if near:
+            notice(f"{dotted(loc)}: {text} is taken as a hub id; {near}")
         return
     problems.append(
         Problem(
@@ -87,25 +91,22 @@ def _files(document: Document, loc: Loc, base_dir: Path, problems: list[Problem]
     out: list[str] = []
     for index, name in enumerate(names):
         path = _absolute(base, name)
-        if _SCHEME.match(name):
+        if name.startswith("hf:"):
             out.append(name)
-        elif name and _exists(path) and not path.is_dir():
+        elif name and _exists(path):
             out.append(str(path))
         elif matches := _glob(path):
             out += matches
         else:
             place = (*loc, index)
-            what = "is a directory, not a file" if name and path.is_dir() else "there is no such file"
-            inside = sorted(p.name for p in path.iterdir())[:4] if name and path.is_dir() else []
-            hint = f"name the files in it, such as {', '.join(inside)}" if inside else _near(path)
             problems.append(
                 Problem(
                     dotted(place),
                     str(document.origin(place)),
-                    what,
+                    "there is no such file",
                     found=str(path) if name else "an empty name",
-                    wanted="a jsonl or parquet file",
-                    hint=hint or f"check the path; it is taken from {base}",
+                    wanted="a jsonl or parquet file, or a directory of splits",
+                    hint=_near(path) or f"check the path; it is taken from {base}",
                 )
             )
             out.append(name)

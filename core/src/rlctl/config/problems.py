@@ -39,7 +39,9 @@ class Problem:
         if self.wanted:
             parts.append(f"wanted {self.wanted}")
         text = f"{place}: {', '.join(parts)}"
-        if self.hint:
+        if self.error is not None and self.hint:
+            text += f". Next: {self.hint}"  # often a command, which keeps its first letter
+        elif self.hint:
             text += f". {self.hint[0].upper()}{self.hint[1:]}"
         return text
 

@@ -6,17 +6,28 @@ One name for one thing. Sizes say their unit: ``*_batch_size`` counts prompts un
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from string import Formatter
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, field_validator, model_validator
 
 from rlctl.normalizer_modes import LossAggMode
+
+MAX_COUNT = 2**31 - 1
+"""Bound on every count: a number with a few zeros too many is a mistake, not a run."""
+
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+CountOrZero = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+Momentum = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Strict(BaseModel):
     """Base of every section: unknown keys are refused, values are frozen."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_enum_values=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, use_enum_values=False, allow_inf_nan=False
+    )
 
 
 class ModelConfig(Strict):
@@ -60,56 +71,67 @@ class ModelConfig(Strict):
 class ParallelConfig(Strict):
     """Sizes of the parallel axes. dp_shard -1 takes the ranks that the others leave."""
 
-    dp_shard: int = Field(default=-1, ge=-1)
-    dp_replicate: PositiveInt = 1
-    tp: PositiveInt = 1
-    sp: bool = False
-    pp: PositiveInt = 1
-    vpp: PositiveInt = 1
-    cp: PositiveInt = 1
-    ep: PositiveInt = 1
-    etp: PositiveInt = 1
-    usp: PositiveInt = 1
-    dcp: PositiveInt = 1
+    dp_shard: int = Field(
+        default=-1, ge=-1, le=MAX_COUNT, description="Ranks that share the weights (FSDP); -1: what the others leave."
+    )
+    dp_replicate: Count = Field(default=1, description="Replicas of the sharded weights (HSDP).")
+    tp: Count = Field(default=1, description="Tensor parallel.")
+    sp: bool = Field(default=False, description="Megatron's activation sharding; belongs to tp.")
+    pp: Count = Field(default=1, description="Pipeline stages.")
+    vpp: Count = Field(default=1, description="Virtual stages of each pipeline rank.")
+    cp: Count = Field(default=1, description="Context parallel (ring attention).")
+    ep: Count = Field(default=1, description="Expert parallel.")
+    etp: Count = Field(default=1, description="Tensor parallel inside an expert.")
+    usp: Count = Field(default=1, description="Ulysses sequence parallel.")
+    dcp: Count = Field(default=1, description="Decode context parallel (rollout).")
+
+    @field_validator("dp_shard")
+    @classmethod
+    def _not_zero(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError("0 ranks cannot share weights: set -1 (what the others leave) or at least 1")
+        return value
 
 
 class OptimConfig(Strict):
     """AdamW and its schedule."""
 
-    lr: PositiveFloat = 1e-6
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: PositiveFloat = 1e-8
-    weight_decay: float = Field(default=0.01, ge=0)
+    lr: PositiveFloat = Field(default=1e-6, description="Learning rate after the warm-up.")
+    betas: tuple[Momentum, Momentum] = Field(default=(0.9, 0.999), description="Decay of the two moments.")
+    eps: PositiveFloat = Field(default=1e-8, description="Added to the root of the second moment.")
+    weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay.")
     clip_grad: float = Field(default=1.0, ge=0, description="Largest gradient norm; 0 switches clipping off.")
-    lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
-    lr_warmup_steps: int = Field(default=0, ge=0)
+    lr_scheduler_type: Literal["constant", "cosine", "linear"] = Field(
+        default="constant", description="What follows the warm-up."
+    )
+    lr_warmup_steps: CountOrZero = Field(default=0, description="Optimizer steps from 0 to lr.")
     min_lr_ratio: float = Field(
         default=0.0, ge=0, le=1, description="Last learning rate as a share of lr (cosine, linear)."
     )
-    total_training_steps: int | None = Field(
-        default=None, ge=1, description="Length of the schedule in optimizer steps; the trainer fills it in."
+    total_training_steps: Count | None = Field(
+        default=None, description="Length of the schedule in optimizer steps; the trainer fills it in."
     )
 
 
 class PolicyLossConfig(Strict):
     """The policy loss. Vanilla is PPO's clip (arXiv 1707.06347) with dual clip (arXiv 1912.09729)."""
 
-    loss_mode: str = "vanilla"
-    clip_ratio_low: float = Field(default=0.2, ge=0)
-    clip_ratio_high: float = Field(default=0.2, ge=0)
+    loss_mode: Literal["vanilla"] = Field(default="vanilla", description="Which policy loss.")
+    clip_ratio_low: float = Field(default=0.2, ge=0, le=1, description="The ratio is clipped below 1 - this.")
+    clip_ratio_high: float = Field(default=0.2, ge=0, description="The ratio is clipped above 1 + this.")
     clip_ratio_c: float = Field(default=3.0, gt=1, description="Dual clip: bound on the loss of negative advantages.")
 
 
 class TrainRole(Strict):
     """What the roles that run a training engine share."""
 
-    backend: str = "fsdp2"
+    backend: str = Field(default="fsdp2", description="Training backend; rlctl plugins lists them.")
     engine: dict[str, Any] = Field(default_factory=dict, description="The backend's own section.")
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
-    micro_batch_size_per_device: PositiveInt | None = Field(default=None, description="Rows of a micro-batch.")
-    max_tokens_per_device: PositiveInt | None = Field(
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Sizes of the parallel axes.")
+    micro_batch_size_per_device: Count | None = Field(default=None, description="Rows of a micro-batch.")
+    max_tokens_per_device: Count | None = Field(
         default=None,
-        description="Token budget of a micro-batch, a hard bound. Exactly one of the two; default 16384 tokens.",
+        description="Token budget of a micro-batch, a hard bound. Set at most one of the two; default 16384 tokens.",
     )
 
     @model_validator(mode="after")
@@ -122,17 +144,19 @@ class TrainRole(Strict):
 class ActorConfig(TrainRole):
     """The policy that is trained (for SFT: the model that is trained)."""
 
-    optim: OptimConfig = Field(default_factory=OptimConfig)
-    policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig)
-    loss_agg_mode: LossAggMode = LossAggMode.TOKEN_MEAN
-    ppo_mini_batch_size: PositiveInt | None = Field(
-        default=None, description="Prompts of one optimizer step; default: all."
+    optim: OptimConfig = Field(default_factory=OptimConfig, description="AdamW and its schedule.")
+    policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig, description="The policy loss.")
+    loss_agg_mode: LossAggMode = Field(
+        default=LossAggMode.TOKEN_MEAN, description="How per-token losses become one number."
     )
-    ppo_epochs: PositiveInt = 1
-    entropy_coeff: float = 0.0
-    use_kl_loss: bool = False
-    kl_loss_coef: float = Field(default=0.001, ge=0)
-    kl_loss_type: Literal["k1", "k2", "k3", "kl", "mse", "low_var_kl"] = "k3"
+    ppo_mini_batch_size: Count | None = Field(default=None, description="Prompts of one optimizer step; default: all.")
+    ppo_epochs: Count = Field(default=1, description="Passes over each batch of rollouts.")
+    entropy_coeff: float = Field(default=0.0, description="Weight of the entropy bonus.")
+    use_kl_loss: bool = Field(default=False, description="Add the KL to the reference to the loss.")
+    kl_loss_coef: float = Field(default=0.001, ge=0, description="Weight of the KL in the loss.")
+    kl_loss_type: Literal["k1", "k2", "k3", "kl", "mse", "low_var_kl"] = Field(
+        default="k3", description="KL estimator; kl, mse and low_var_kl are other names of k1, k2 and k3."
+    )
     skip_zero_advantage: bool = Field(
         default=True,
         description="Leave rows out of the update whose gradient is exactly zero (no advantage, no KL, no entropy).",
@@ -140,42 +164,44 @@ class ActorConfig(TrainRole):
 
 
 class RefConfig(TrainRole):
-    """The frozen reference. backend empty: the actor's."""
+    """The frozen reference, used with actor.use_kl_loss. What it does not state it takes from the actor."""
 
-    backend: str = ""
+    backend: str = Field(
+        default="", description="Training backend; empty: the actor's, with the actor's engine section."
+    )
 
 
 class ValSampling(Strict):
     """How validation samples; the default is greedy."""
 
-    n: PositiveInt = 1
-    temperature: float = Field(default=0.0, ge=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0)
+    n: Count = Field(default=1, description="Samples a prompt.")
+    temperature: float = Field(default=0.0, ge=0, description="0 is greedy.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Share of the probability that is kept; 1: all.")
+    top_k: CountOrZero = Field(default=0, description="Most likely tokens that are kept; 0: all.")
 
 
 class RolloutConfig(Strict):
     """Generation."""
 
-    backend: str = "hf"
+    backend: str = Field(default="hf", description="Rollout backend; rlctl plugins lists them.")
     engine: dict[str, Any] = Field(default_factory=dict, description="The backend's own section.")
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
-    n: PositiveInt = Field(default=8, description="Samples a prompt.")
-    temperature: float = Field(default=1.0, gt=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0)
-    stop: tuple[str, ...] = ()
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Sizes of the parallel axes.")
+    n: Count = Field(default=8, description="Samples a prompt.")
+    temperature: float = Field(default=1.0, gt=0, description="Sampling temperature.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Share of the probability that is kept; 1: all.")
+    top_k: CountOrZero = Field(default=0, description="Most likely tokens that are kept; 0: all.")
+    stop: tuple[str, ...] = Field(default=(), description="Texts that end a sample.")
     share_weights: bool = Field(
         default=True, description="Generate from the training module itself where both live in one process (no copy)."
     )
-    val_kwargs: ValSampling = Field(default_factory=ValSampling)
+    val_kwargs: ValSampling = Field(default_factory=ValSampling, description="How validation samples.")
 
 
 class AlgorithmConfig(Strict):
     """How rewards become advantages, and where old log-probs come from."""
 
-    name: Literal["grpo"] = "grpo"
-    adv_estimator: Literal["grpo"] = "grpo"
+    name: Literal["grpo"] = Field(default="grpo", description="Which algorithm.")
+    adv_estimator: Literal["grpo"] = Field(default="grpo", description="How rewards become advantages.")
     norm_adv_by_std_in_grpo: bool = Field(default=True, description="False is Dr. GRPO's advantage (arXiv 2503.20783).")
     bypass_mode: bool = Field(
         default=False, description="Take the rollout's log-probs as old log-probs instead of recomputing them."
@@ -185,15 +211,17 @@ class AlgorithmConfig(Strict):
 class RewardComponent(Strict):
     """One reward: a registered name, or path/to/file.py:function."""
 
-    name: str
-    weight: float = 1.0
-    args: dict[str, Any] = Field(default_factory=dict)
+    name: str = Field(min_length=1, description="A registered reward, or path/to/file.py:function.")
+    weight: float = Field(default=1.0, description="Weight in the sum.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Settings of the reward.")
 
 
 class RewardConfig(Strict):
     """The reward of a row is the weighted sum of its components."""
 
-    components: tuple[RewardComponent, ...] = (RewardComponent(name="exact_match"),)
+    components: tuple[RewardComponent, ...] = Field(
+        default=(RewardComponent(name="exact_match"),), min_length=1, description="The rewards that are added up."
+    )
     timeout_s: PositiveFloat = Field(
         default=10.0, description="Limit for one call of a user's function or of math-verify."
     )
@@ -202,43 +230,68 @@ class RewardConfig(Strict):
 class TaskConfig(Strict):
     """A procedural task: rows are made from a seed."""
 
-    name: str
-    args: dict[str, Any] = Field(default_factory=dict)
-    train_size: PositiveInt = 10_000
-    val_size: PositiveInt = 256
-    seed: int = 0
+    name: str = Field(min_length=1, description="A task of rlctl, or reasoning_gym:NAME.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Settings of the task.")
+    train_size: Count = Field(default=10_000, description="Training rows.")
+    val_size: Count = Field(default=256, description="Validation rows, which no training row repeats.")
+    seed: Seed = Field(default=0, description="The rows follow from it.")
 
 
 class ColumnsConfig(Strict):
     """Names of columns where they are not found by themselves."""
 
-    prompt: str | None = None
+    prompt: str | None = Field(default=None, description="Text, or chat messages.")
     answer: str | None = Field(default=None, description="Ground truth for the reward.")
     response: str | None = Field(default=None, description="Target text for SFT.")
-    messages: str | None = None
-    data_source: str | None = None
+    messages: str | None = Field(default=None, description="Whole conversations, for SFT.")
+    data_source: str | None = Field(default=None, description="Where a row comes from; metrics are split by it.")
 
 
 class DataConfig(Strict):
     """Rows: files or a procedural task."""
 
-    train_files: tuple[str, ...] = ()
-    val_files: tuple[str, ...] = ()
-    task: TaskConfig | None = None
-    columns: ColumnsConfig = Field(default_factory=ColumnsConfig)
-    train_max_samples: PositiveInt | None = None
-    val_max_samples: PositiveInt | None = None
-    train_batch_size: PositiveInt = Field(default=32, description="Prompts a step (RL); rows an optimizer step (SFT).")
-    val_batch_size: PositiveInt = 128
-    max_prompt_length: PositiveInt = 512
-    max_response_length: PositiveInt = 512
-    overlong_prompts: Literal["error", "filter"] = "error"
-    shuffle: bool = True
+    train_files: tuple[str, ...] = Field(
+        default=(), description="jsonl or parquet files, directories of splits, or hf:DATASET[/CONFIG]:SPLIT."
+    )
+    val_files: tuple[str, ...] = Field(
+        default=(), description="As train_files; default: the test or validation files of its directories."
+    )
+    task: TaskConfig | None = Field(default=None, description="A procedural task instead of files.")
+    columns: ColumnsConfig = Field(
+        default_factory=ColumnsConfig, description="Names of columns where they are not found by themselves."
+    )
+    train_max_samples: Count | None = Field(default=None, description="Use only the first rows for training.")
+    val_max_samples: Count | None = Field(default=None, description="Use only the first rows for validation.")
+    train_batch_size: Count = Field(default=32, description="Prompts a step (RL); rows an optimizer step (SFT).")
+    val_batch_size: Count = Field(default=128, description="Rows of validation that are worked on together.")
+    max_prompt_length: Count = Field(default=512, description="Longest prompt, in tokens.")
+    max_response_length: Count = Field(default=512, description="Longest response, in tokens.")
+    overlong_prompts: Literal["error", "filter"] = Field(
+        default="error",
+        description="What happens to rows over the limit: refuse the data, or leave them out and say so.",
+    )
+    shuffle: bool = Field(default=True, description="A new order each epoch, from trainer.seed.")
     apply_chat_template: Literal["auto", "always", "never"] = Field(
         default="auto", description="auto: when the tokenizer has a template."
     )
-    system_prompt: str | None = None
-    prompt_template: str | None = Field(default=None, description="str.format template with {prompt}.")
+    system_prompt: str | None = Field(default=None, description="System message of rows that have none.")
+    prompt_template: str | None = Field(
+        default=None, description="Text with {prompt} where the prompt goes; braces of its own are written twice."
+    )
+
+    @field_validator("prompt_template")
+    @classmethod
+    def _has_prompt(cls, value: str | None) -> str | None:
+        if value is None:
+            return value
+        try:
+            fields = {name for _, name, _, _ in Formatter().parse(value) if name is not None}
+            value.format(prompt="")
+        except (ValueError, KeyError, IndexError, AttributeError):
+            fields = set()
+        if fields != {"prompt"}:
+            raise ValueError("the template needs {prompt} and no other field; braces of its own are written {{ and }}")
+        return value
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
@@ -252,74 +305,95 @@ class DataConfig(Strict):
 class WarmStartConfig(Strict):
     """SFT on the training rows' own answers before RL, so that a reward signal exists."""
 
-    steps: PositiveInt
-    batch_size: PositiveInt = 32
-    optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=1e-5))
-    eval_freq: PositiveInt = 20
+    steps: Count = Field(description="Optimizer steps at most.")
+    batch_size: Count = Field(default=32, description="Rows of an optimizer step.")
+    optim: OptimConfig = Field(
+        default_factory=lambda: OptimConfig(lr=1e-5), description="AdamW and its schedule, apart from the actor's."
+    )
+    eval_freq: Count = Field(default=20, description="Steps between two looks at stop_at_score.")
     stop_at_score: float | None = Field(default=None, description="Stop once the sampled validation score reaches it.")
 
 
 class GuardsConfig(Strict):
     """Guards that are on by default; turning one off is written to the manifest."""
 
-    rollout_logprob_check: bool = True
+    rollout_logprob_check: bool = Field(
+        default=True, description="Compare log-probs of rollout and trainer at step 0 and after each sync."
+    )
     rollout_probs_diff_mean_max: PositiveFloat = Field(
         default=0.02,
         description="Stop when the mean |p_rollout - p_trainer| of the check is larger. Under 0.005 is normal.",
     )
-    weight_fingerprint: bool = True
-    nonfinite_step_budget: int = Field(default=3, ge=0, description="Stop after this many non-finite steps in a row.")
+    weight_fingerprint: bool = Field(default=True, description="Compare fingerprints of the weights after each sync.")
+    nonfinite_step_budget: CountOrZero = Field(default=3, description="Stop after this many non-finite steps in a row.")
 
 
 class TrainerConfig(Strict):
     """The loop."""
 
-    type: Literal["rl", "sft"] = "rl"
-    total_training_steps: PositiveInt | None = None
-    total_epochs: PositiveInt = 1
-    seed: int = Field(default=0, ge=0)
-    val_before_train: bool = True
-    test_freq: int = Field(default=0, ge=0, description="Validate every this many steps; 0: only at the end.")
-    save_freq: int = Field(default=0, ge=0, description="Save a checkpoint every this many steps; 0: only at the end.")
-    max_ckpt_to_keep: PositiveInt = 2
+    type: Literal["rl", "sft"] = Field(default="rl", description="Which trainer.")
+    total_training_steps: Count | None = Field(default=None, description="Steps; default: total_epochs.")
+    total_epochs: Count = Field(default=1, description="Passes over the training rows.")
+    seed: Seed = Field(default=0, description="Order of rows, sampling and random weights follow from it.")
+    val_before_train: bool = Field(default=True, description="Validate before the first step.")
+    test_freq: CountOrZero = Field(default=0, description="Validate every this many steps; 0: only at the end.")
+    save_freq: CountOrZero = Field(
+        default=0, description="Save a checkpoint every this many steps; 0: only at the end."
+    )
+    max_ckpt_to_keep: Count = Field(default=2, description="Checkpoints that are kept, the newest.")
     save_best: bool = Field(default=True, description="Export the best validation score as a Hugging Face directory.")
-    resume_mode: Literal["disable", "auto"] = "disable"
-    logger: tuple[str, ...] = ("console", "jsonl", "tensorboard")
-    project_name: str = "rlctl"
-    experiment_name: str | None = None
-    rollout_samples: PositiveInt = Field(default=8, description="Rows of each step kept as samples.")
-    device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
-    nproc: PositiveInt = Field(default=1, description="Processes (ranks). This version launches one.")
-    num_threads: PositiveInt | None = Field(default=None, description="CPU threads of torch; default: torch's own.")
+    resume_mode: Literal["disable", "auto"] = Field(
+        default="disable", description="auto: go on from the last checkpoint of the run directory, if it has one."
+    )
+    logger: tuple[str, ...] = Field(
+        default=("console", "jsonl", "tensorboard"), description="Where metrics go; also wandb, and plugins' sinks."
+    )
+    project_name: str = Field(default="rlctl", description="Project in wandb.")
+    experiment_name: str | None = Field(default=None, description="Name of the run; default: the recipe's.")
+    rollout_samples: Count = Field(default=8, description="Rows of each step kept as samples.")
+    device: Literal["auto", "cpu", "cuda", "npu"] = Field(default="auto", description="auto: what the machine has.")
+    nproc: Count = Field(default=1, description="Processes (ranks). This version launches one.")
+    num_threads: Annotated[int, Field(ge=1, le=4096)] | None = Field(
+        default=None, description="CPU threads of torch; default: torch's own."
+    )
 
 
 class RunConfig(Strict):
     """One run, one file."""
 
-    model: ModelConfig
-    data: DataConfig
-    actor: ActorConfig = Field(default_factory=ActorConfig)
-    ref: RefConfig = Field(default_factory=RefConfig)
-    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
-    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
-    reward: RewardConfig = Field(default_factory=RewardConfig)
-    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
-    guards: GuardsConfig = Field(default_factory=GuardsConfig)
-    warm_start: WarmStartConfig | None = None
+    model: ModelConfig = Field(description="Which model.")
+    data: DataConfig = Field(description="Rows: files or a procedural task.")
+    actor: ActorConfig = Field(default_factory=ActorConfig, description="The policy that is trained.")
+    ref: RefConfig = Field(default_factory=RefConfig, description="The frozen reference of the KL.")
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Generation.")
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="How rewards become advantages.")
+    reward: RewardConfig = Field(default_factory=RewardConfig, description="A weighted sum of rewards.")
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The loop.")
+    guards: GuardsConfig = Field(default_factory=GuardsConfig, description="What stops a run that has gone wrong.")
+    warm_start: WarmStartConfig | None = Field(default=None, description="A short SFT before RL.")
 
     @model_validator(mode="after")
     def _batch_arithmetic(self) -> RunConfig:
+        # All of them, one a line: the reader mends them together.
+        faults: list[str] = []
+        rl = self.trainer.type == "rl"
+        if rl and self.rollout.n < 2:
+            faults.append(
+                f"rollout.n is {self.rollout.n}: GRPO compares the samples of one prompt and needs at least 2"
+            )
         mini = self.actor.ppo_mini_batch_size
-        if mini is not None and self.trainer.type == "rl" and self.data.train_batch_size % mini:
-            raise ValueError(
+        if rl and mini is not None and self.data.train_batch_size % mini:
+            faults.append(
                 f"data.train_batch_size {self.data.train_batch_size} is not a multiple of "
                 f"actor.ppo_mini_batch_size {mini}"
             )
-        budget = self.actor.max_tokens_per_device
         longest = self.data.max_prompt_length + self.data.max_response_length
-        if budget is not None and budget < longest:
-            raise ValueError(
-                f"actor.max_tokens_per_device {budget} cannot hold one row of data.max_prompt_length + "
-                f"data.max_response_length = {longest} tokens"
-            )
+        for role, budget in (("actor", self.actor.max_tokens_per_device), ("ref", self.ref.max_tokens_per_device)):
+            if budget is not None and budget < longest:
+                faults.append(
+                    f"{role}.max_tokens_per_device {budget} cannot hold one row of data.max_prompt_length + "
+                    f"data.max_response_length = {longest} tokens"
+                )
+        if faults:
+            raise ValueError("\n".join(faults))
         return self

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rlctl.config.document import Loc
-from rlctl.config.schema import RunConfig
+from rlctl.config.schema import MAX_COUNT, RunConfig
 
 EngineModels = Mapping[str, type[BaseModel]]
 """Role (``actor``, ``ref``, ``rollout``) to the config model of its backend's ``engine`` section."""
@@ -108,33 +108,51 @@ def accepts_text_list(annotation: Any) -> bool:
     return item is not None and variants(item) == [str]
 
 
-def wanted(field: Any) -> str:
-    """What a field takes, in words: ``a whole number, at least 1``, ``one of auto, cpu, cuda, npu``."""
+def wanted(field: Any, found: object = None) -> str:
+    """What a field takes, in words: ``a whole number, at least 1``, ``one of auto, cpu, cuda, npu``.
+
+    Args:
+        field: the ``FieldInfo`` or annotation; None gives an empty text.
+        found: what stood there: the technical bound on a count is told only to who went over it.
+    """
     if field is None:
         return ""
-    metadata: list[Any] = []
-    annotation = field
-    if isinstance(field, FieldInfo):
-        annotation, metadata = field.annotation, list(field.metadata)
-    words = [w for w in (_words(v, metadata) for v in variants(annotation)) if w]
-    optional = type(None) in get_args(annotation)
+    annotation, metadata = (field.annotation, list(field.metadata)) if isinstance(field, FieldInfo) else (field, [])
+    members = list(_members(annotation, metadata))
+    words = [_words(member, bounds, found) for member, bounds in members if member is not type(None)]
     text = " or ".join(dict.fromkeys(words)) or "a value"
-    return f"{text}, or null" if optional else text
+    return f"{text}, or null" if any(member is type(None) for member, _ in members) else text
 
 
-def _bounds(metadata: list[Any]) -> str:
+def _members(annotation: Any, metadata: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
+    """The members of a union with the bounds that hold for each; ``Annotated`` and ``Field(...)`` unwrapped."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        inner, *extra = get_args(annotation)
+        bounds = [m for item in extra for m in (item.metadata if isinstance(item, FieldInfo) else [item])]
+        yield from _members(inner, [*metadata, *bounds])
+    elif origin in (Union, types.UnionType):
+        for arg in get_args(annotation):
+            yield from _members(arg, metadata)
+    else:
+        yield (type(None) if annotation is None else annotation), metadata
+
+
+def _bounds(metadata: list[Any], found: object) -> str:
     flat: list[Any] = []
     for item in metadata:
-        flat += item.__iter__() if isinstance(item, annotated_types.GroupedMetadata) else [item]
+        flat += list(item) if isinstance(item, annotated_types.GroupedMetadata) else [item]
     words = []
     for item in flat:
         for attribute, text in (("gt", "more than"), ("ge", "at least"), ("lt", "less than"), ("le", "at most")):
-            if (bound := getattr(item, attribute, None)) is not None:
-                words.append(f"{text} {bound}")
+            bound = getattr(item, attribute, None)
+            if bound is None or (bound >= MAX_COUNT and not (isinstance(found, (int, float)) and found > bound)):
+                continue
+            words.append(f"{text} {bound}")
     return " and ".join(words)
 
 
-def _words(annotation: Any, metadata: list[Any]) -> str:
+def _words(annotation: Any, metadata: list[Any], found: object) -> str:
     origin = get_origin(annotation)
     if origin is Literal:
         return "one of " + ", ".join(str(arg) for arg in get_args(annotation))
@@ -142,7 +160,8 @@ def _words(annotation: Any, metadata: list[Any]) -> str:
         args = [a for a in get_args(annotation) if a is not Ellipsis]
         if origin is tuple and Ellipsis not in get_args(annotation):
             return f"a list of {len(args)}: " + ", ".join(wanted(a) for a in args)
-        return "a list of " + _plural(args[0])
+        least = next((m.min_length for m in metadata if getattr(m, "min_length", None)), 0)
+        return (f"at least {least} in a list of " if least else "a list of ") + _plural(args[0])
     if origin in (dict, Mapping) or annotation is dict:
         return "a mapping"
     if not isinstance(annotation, type):
@@ -153,9 +172,7 @@ def _words(annotation: Any, metadata: list[Any]) -> str:
         return "a section with keys such as " + ", ".join(list(annotation.model_fields)[:4])
     kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     word = next((text for kind, text in kinds.items() if issubclass(annotation, kind)), "a value")
-    bounds = _bounds(metadata)
-    if bounds == "more than 0" and word == "a whole number":
-        bounds = "at least 1"
+    bounds = _bounds(metadata, found)
     return f"{word}, {bounds}" if bounds else word
 
 
