@@ -33,7 +33,9 @@ SMALL = [
 ]
 
 
-def train(tmp_path: Path, *overrides: str, name: str = "run", resume: Path | None = None, source: str = "quickstart") -> RunResult:
+def train(
+    tmp_path: Path, *overrides: str, name: str = "run", resume: Path | None = None, source: str = "quickstart"
+) -> RunResult:
     plugins = load_plugins()
     resolved = load_config(source, [*SMALL, *overrides], plugins=plugins)
     target = None if resume else tmp_path / name
@@ -55,7 +57,14 @@ def plain(tmp_path_factory) -> RunResult:
 
 def test_a_run_leaves_what_the_docs_say(plain):
     run = plain.path
-    for name in ("config.yaml", "manifest.json", "metrics.jsonl", "samples.jsonl", "export/config.json", "best/config.json"):
+    for name in (
+        "config.yaml",
+        "manifest.json",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "export/config.json",
+        "best/config.json",
+    ):
         assert (run / name).is_file(), name
     manifest = json.loads((run / "manifest.json").read_text())
     assert manifest["status"] == "done"
@@ -108,9 +117,7 @@ def test_micro_batches_change_nothing(plain, tmp_path):
 
 
 def test_copying_weights_to_the_rollout_samples_what_sharing_them_samples(plain, tmp_path):
-    copied = train(
-        tmp_path, "rollout.share_weights=false", "actor.skip_zero_advantage=false", "trainer.test_freq=2"
-    )
+    copied = train(tmp_path, "rollout.share_weights=false", "actor.skip_zero_advantage=false", "trainer.test_freq=2")
     assert copied.last["sync/bytes"] > 0
     assert plain.last["sync/bytes"] == 0
     for x, y in zip(plain.history, copied.history, strict=True):
@@ -141,7 +148,9 @@ def test_bypass_mode_takes_the_rollouts_log_probs(tmp_path):
     "mode", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 )
 def test_every_aggregation_mode_runs_and_reports_a_finite_step(tmp_path, mode):
-    result = train(tmp_path, f"actor.loss_agg_mode={mode}", "trainer.total_training_steps=1", "actor.entropy_coeff=0.01")
+    result = train(
+        tmp_path, f"actor.loss_agg_mode={mode}", "trainer.total_training_steps=1", "actor.entropy_coeff=0.01"
+    )
     assert result.last["actor/grad_norm"] > 0
     assert result.last["actor/skipped_steps"] == 0
 
