@@ -1,0 +1,318 @@
+"""The ``fsdp2`` training engine: one Hugging Face causal LM on one rank or many.
+
+One rank runs the plain module (under autocast where the computation has a lower precision than the weights); more ranks
+run ``fully_shard`` of each layer. Both compute packed rows through :mod:`rlctl_fsdp.attention` and losses through
+:mod:`rlctl_fsdp.reader`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from rlctl.batch import PackedBatch
+from rlctl.engine import EngineInfo, MeshInfo, MicroOutput, StepOutput
+from rlctl.errors import EngineError
+from rlctl.hookspecs import hookimpl
+from rlctl.logits import LossFn
+from rlctl.topology import Topology
+from rlctl_fsdp import attention, build, layout, offload, place, shard, state
+from rlctl_fsdp.config import FSDPConfig
+from rlctl_fsdp.export import export_weights
+from rlctl_fsdp.inspection import Inspection, inspect_model
+from rlctl_fsdp.module import Root, ScoreJob
+from rlctl_fsdp.optim import Stepper
+from rlctl_fsdp.outputs import Collected, merge, to_micro_output
+from rlctl_fsdp.phases import phase
+
+
+class FSDPEngine:
+    """Provider of the engine hooks. Built by :class:`rlctl.engine.Engine`; takes no arguments."""
+
+    def __init__(self) -> None:
+        self._config = FSDPConfig()
+        self._mesh = MeshInfo()
+        self._place = place.Place(torch.device("cpu"), None, False)
+        self._root: Root | None = None
+        self._stepper: Stepper | None = None
+        self._compute = torch.float32
+        self._seen = Inspection()
+        self._train = False
+        self._host = offload.Whereabouts()
+
+    # ---- building ---------------------------------------------------------------------------------------------
+    @hookimpl
+    def rlctl_build_mesh(self, topology: Topology, settings: Mapping[str, Any]) -> MeshInfo:
+        """See :class:`rlctl.hookspecs.EngineSpecs`. Axes other than dp_shard raise CapabilityError."""
+        self._config = FSDPConfig(**{k: v for k, v in settings.items() if k != "device"})
+        self._mesh, self._place = place.settle(topology, settings)
+        return self._mesh
+
+    @hookimpl
+    def rlctl_engine_init(
+        self, mesh: MeshInfo, model: Mapping[str, Any], optimizer: Mapping[str, Any] | None, forward_only: bool
+    ) -> EngineInfo:
+        """See :class:`rlctl.hookspecs.EngineSpecs`. ``model`` may carry ``seed`` for random weights (default 0)."""
+        attention.register()
+        device, config = self._place.device, self._config
+        master = build.master_dtype(model)
+        self._compute = _compute_dtype(config, master, device)
+        with phase("init"):
+            self._root = self._build_root(model, master)
+            hf = self._root.model
+            hf.requires_grad_(not forward_only)
+            hf.eval()
+            if config.activation_checkpointing and not forward_only:
+                _checkpoint_layers(hf)
+            self._seen = self._inspect()
+            if not forward_only:
+                trained = {n: p for n, p in hf.named_parameters() if p.requires_grad}
+                self._stepper = Stepper(trained, optimizer or {})
+        self._host = offload.Whereabouts(device, config.param_offload, config.optimizer_offload)
+        self._host.rest(self._root, self._stepper)
+        return EngineInfo(
+            num_parameters=sum(p.numel() for p in hf.parameters()),
+            vocab_size=self._seen.vocab_size,
+            model_family=str(hf.config.model_type),
+            notes=self._notes(),
+        )
+
+    def _build_root(self, model: Mapping[str, Any], master: torch.dtype) -> Root:
+        device, mesh = self._place.device, self._place.mesh
+        if mesh is None:
+            root = Root(build.build_whole(model, int(model.get("seed") or 0)))
+            return root if device.type == "cpu" else root.to(device)
+        # Only rank 0 reads (or draws) weights, so the host holds them once; every rank starts from the empty structure.
+        source = build.build_whole(model, int(model.get("seed") or 0)) if dist.get_rank() == 0 else None
+        root = Root(build.build_empty(model))
+        reduce = torch.float32 if self._config.reduce_dtype == "auto" else build.DTYPES[self._config.reduce_dtype]
+        shard.shard(root, mesh, self._compute, reduce, self._config.reshard_after_forward)
+        shard.materialize(root, source, device)
+        return root
+
+    def _inspect(self) -> Inspection:
+        """Try the head and the packed path on whole weights."""
+        root, result = self._built(), Inspection()
+
+        def job(model: PreTrainedModel) -> None:
+            nonlocal result
+            result = inspect_model(model, self._config, self._place.device, self._compute, self._place.mesh is not None)
+
+        with torch.no_grad():
+            root(job)
+        self._reshard()
+        return result
+
+    def _notes(self) -> dict[str, str]:
+        wrapped = self._place.mesh is not None
+        notes = {
+            "attention": self._seen.attention_note,
+            "logits": self._seen.head_note,
+            "compute_dtype": str(self._compute).removeprefix("torch."),
+            "wrap": f"fully_shard over {self._mesh.world_size} ranks" if wrapped else "plain module",
+        }
+        if self._config.activation_checkpointing:
+            notes["checkpointing"] = "every layer"
+        return notes
+
+    # ---- running ----------------------------------------------------------------------------------------------
+    @hookimpl
+    def rlctl_set_mode(self, train: bool) -> bool:
+        """See :class:`rlctl.hookspecs.EngineSpecs`."""
+        self._train = train
+        return True
+
+    @hookimpl
+    def rlctl_forward_backward(
+        self, micro_batches: Sequence[PackedBatch], loss_fn: LossFn, forward_only: bool
+    ) -> list[MicroOutput]:
+        """See :class:`rlctl.hookspecs.EngineSpecs`.
+
+        Gradients are reduced once, in the last micro-batch's backward pass, and add up over calls. A model that cannot be
+        packed gets each micro-batch as several, one for each row length; their losses and sums add up.
+        """
+        root = self._built()
+        if not forward_only and self._stepper is None:
+            raise EngineError(
+                "this engine was built to score only", found="forward_only=True at its start", wanted="an optimizer"
+            )
+        for batch in micro_batches:
+            layout.check(batch, self._seen.vocab_size)
+        pieces = self._pieces(micro_batches)
+        with phase("scoring" if forward_only else "forward"):
+            self._host.model_in(root)
+        # Generation may have switched the shared module to eval in between.
+        root.model.train(self._train and not forward_only)
+        collected: list[list[Collected]] = [[] for _ in micro_batches]
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(not forward_only))
+            if self._seen.packed:
+                stack.enter_context(attention.attention_set(root.model, attention.NAME))
+            for i, (owner, rows, batch) in enumerate(pieces):
+                if not forward_only:
+                    self._set_last(i == len(pieces) - 1)
+                found = self._run(root, batch, loss_fn, forward_only)
+                if owner is not None:
+                    collected[owner].append((rows, batch, found))
+        if forward_only:
+            self._reshard()
+            self._host.rest(root, None)
+        return [to_micro_output(merge(b, parts)) for b, parts in zip(micro_batches, collected, strict=True)]
+
+    def _run(self, root: Root, batch: PackedBatch, loss_fn: LossFn, forward_only: bool) -> Any:
+        device = self._place.device
+        job = ScoreJob(
+            layout.on_device(batch, device),
+            layout.lay_out(batch, self._seen.packed, device),
+            loss_fn,
+            self._seen.head,
+            self._compute,
+            self._config.logits_budget_mib << 20,
+        )
+        detail = f"{batch.num_rows} rows, {batch.num_items} tokens"
+        with phase("scoring" if forward_only else "forward", detail), self._autocast():
+            loss = root(job)
+        if not forward_only:
+            with phase("backward", detail):
+                loss.backward()
+        assert job.output is not None, "the job ran"
+        return job.output
+
+    def _pieces(self, micro_batches: Sequence[PackedBatch]) -> list[tuple[int | None, list[int] | None, PackedBatch]]:
+        """(index of the micro-batch or None for filling, its rows or None for all, the batch to run)."""
+        if self._seen.packed:
+            return [(i, None, batch) for i, batch in enumerate(micro_batches)]
+        pieces: list[tuple[int | None, list[int] | None, PackedBatch]] = [
+            (i, rows, part) for i, batch in enumerate(micro_batches) for part, rows in layout.by_length(batch)
+        ]
+        if self._mesh.dp_size > 1:
+            # Ranks hold rows of different lengths, and each piece is one round of collectives.
+            count = int(place.reduce_values([float(len(pieces))], "max", self._place.device)[0])
+            filling = layout.zero_weight_like(micro_batches[0])
+            pieces = [(None, None, filling)] * (count - len(pieces)) + pieces
+        return pieces
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        plain = self._place.mesh is None
+        if plain and self._compute != next(self._built().parameters()).dtype:
+            return torch.autocast(self._place.device.type, self._compute)
+        return nullcontext()
+
+    def _set_last(self, last: bool) -> None:
+        if self._place.mesh is not None:
+            wrapped = cast(FSDPModule, self._root)
+            wrapped.set_requires_gradient_sync(last)
+            wrapped.set_is_last_backward(last)
+
+    def _reshard(self) -> None:
+        """After a forward without backward the root's weights are still whole; parameters must be shards again."""
+        if self._place.mesh is not None:
+            for module in shard.fsdp_modules(self._built()):
+                module.reshard()
+
+    @hookimpl
+    def rlctl_optimizer_step(self) -> StepOutput:
+        """See :class:`rlctl.hookspecs.EngineSpecs`. Nothing is pending here: every forward_backward call reduces."""
+        root, stepper = self._built(), self._trained()
+        with phase("optimizer step"):
+            self._host.model_in(root)
+            self._host.optimizer_in(stepper)
+            out = stepper.step()
+        self._host.rest(root, stepper)
+        return out
+
+    # ---- state ------------------------------------------------------------------------------------------------
+    @hookimpl
+    def rlctl_export_weights(self, dtype: str | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """See :class:`rlctl.hookspecs.EngineSpecs`. Collective: every rank iterates to the end."""
+        root = self._built()
+        self._reshard()
+        with phase("export"):
+            self._host.model_in(root)
+        yield from export_weights(root.model, dtype)
+        self._host.rest(root, None)
+
+    @hookimpl
+    def rlctl_move(self, device: str, parts: Sequence[str]) -> bool:
+        """See :class:`rlctl.hookspecs.EngineSpecs`. What was moved away comes back by itself when it is used."""
+        root = self._built()
+        self._reshard()
+        self._host.move(device, parts, root, self._stepper)
+        return True
+
+    @hookimpl
+    def rlctl_save_state(self, path: Path) -> bool:
+        """See :class:`rlctl.hookspecs.EngineSpecs`."""
+        self._reshard()
+        mesh = self._mesh
+        state.save_state(path, self._built(), self._trained(), mesh.rank, mesh.world_size, self._place.device)
+        return True
+
+    @hookimpl
+    def rlctl_load_state(self, path: Path) -> bool:
+        """See :class:`rlctl.hookspecs.EngineSpecs`."""
+        self._reshard()
+        root, stepper, mesh = self._built(), self._trained(), self._mesh
+        self._host.model_in(root)
+        state.load_state(path, root, stepper, mesh.rank, mesh.world_size, self._place.device)
+        self._host.rest(root, stepper)
+        return True
+
+    @hookimpl
+    def rlctl_reduce(self, values: Sequence[float], op: str) -> list[float]:
+        """See :class:`rlctl.hookspecs.EngineSpecs`."""
+        if self._mesh.dp_size == 1:
+            return list(values)
+        return place.reduce_values(list(values), op, self._place.device)
+
+    @hookimpl
+    def rlctl_local_module(self) -> Any:
+        """The Hugging Face model itself on one unsharded rank, else None. Its own attention is set outside our calls."""
+        if self._place.mesh is not None:
+            return None
+        root = self._built()
+        self._host.model_in(root)
+        return root.model
+
+    @hookimpl
+    def rlctl_shutdown(self) -> bool:
+        """See :class:`rlctl.hookspecs.EngineSpecs`."""
+        self._root = self._stepper = None
+        if self._place.owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        return True
+
+    def _built(self) -> Root:
+        assert self._root is not None, "build the engine first"
+        return self._root
+
+    def _trained(self) -> Stepper:
+        if self._stepper is None:
+            raise EngineError(
+                "this engine has no optimizer", found="forward_only=True at its start", wanted="an optimizer"
+            )
+        return self._stepper
+
+
+def _compute_dtype(config: FSDPConfig, master: torch.dtype, device: torch.device) -> torch.dtype:
+    if config.param_dtype != "auto":
+        return build.DTYPES[config.param_dtype]
+    return master if device.type == "cpu" else torch.bfloat16
+
+
+def _checkpoint_layers(model: PreTrainedModel) -> None:
+    if not model.supports_gradient_checkpointing:
+        raise EngineError(
+            f"{type(model).__name__} has no activation checkpointing",
+            found="engine.activation_checkpointing=true",
+            wanted="a model whose layers support it",
+            next="set actor.engine.activation_checkpointing=false",
+        )
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

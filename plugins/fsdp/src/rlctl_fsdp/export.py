@@ -1,0 +1,38 @@
+"""Weights under the names that a Hugging Face checkpoint has, one group at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from rlctl_fsdp.build import DTYPES
+
+
+def persistent_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Parameters (tied ones once, under their first name) and the buffers that a checkpoint holds."""
+    keys = set(model.state_dict(keep_vars=True))
+    buffers = {name: b for name, b in model.named_buffers() if name in keys}
+    return {**dict(model.named_parameters()), **buffers}
+
+
+@torch.no_grad()
+def export_weights(model: PreTrainedModel, dtype: str | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Iterate over (checkpoint name, whole tensor). Every rank must iterate to the end: gathering is collective.
+
+    Tensors of one parent module are gathered together, because some models keep several checkpoint tensors fused in one
+    weight (experts) or the other way round. Without sharding or ``dtype`` they share memory with the live weights.
+    """
+    wanted = None if dtype is None else DTYPES[dtype]
+    groups: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in persistent_tensors(model).items():
+        groups.setdefault(name.rpartition(".")[0], {})[name] = tensor
+    for group in groups.values():
+        whole = {n: t.full_tensor() if isinstance(t, DTensor) else t.detach() for n, t in group.items()}
+        for name, tensor in revert_weight_conversion(model, whole).items():
+            if wanted is not None and tensor.is_floating_point():
+                tensor = tensor.to(wanted)
+            yield name, tensor

@@ -1,0 +1,91 @@
+"""The root module of the engine: a Hugging Face model whose loss is computed inside its own forward.
+
+``fully_shard`` gathers the root's weights (embedding, last norm, head) for the time of the root's forward, and hooks the
+backward pass onto the tensors that forward returns. The loss needs the head's weight, so it is computed in there, by a
+*job*: a callable that gets the model. Everything that touches whole weights (scoring, probes) is such a job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rlctl.batch import PackedBatch
+from rlctl.logits import LossFn, LossOutput
+from rlctl_fsdp.head import HeadSpec, decoder_of, head_of
+from rlctl_fsdp.layout import Layout
+from rlctl_fsdp.reader import ChunkedReader, FullReader, Head
+
+
+class Root(nn.Module):
+    """``root(job)`` runs ``job(model)`` while the weights are whole."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, job: Callable[[PreTrainedModel], Any]) -> Any:
+        return job(self.model)
+
+
+class ScoreJob:
+    """One micro-batch through the model and the loss; returns the loss tensor and keeps the rest in ``output``.
+
+    Args:
+        batch: on the device, in its own order.
+        spec: the head's form; None lets the model make the logits of the scored positions itself.
+        dtype: dtype of the head's matrix product.
+    """
+
+    def __init__(
+        self,
+        batch: PackedBatch,
+        layout: Layout,
+        loss_fn: LossFn,
+        spec: HeadSpec | None,
+        dtype: torch.dtype,
+        keep_bytes: int,
+    ) -> None:
+        self._batch = batch
+        self._layout = layout
+        self._loss_fn = loss_fn
+        self._spec = spec
+        self._dtype = dtype
+        self._keep_bytes = keep_bytes
+        self.output: LossOutput | None = None
+
+    def __call__(self, model: PreTrainedModel) -> torch.Tensor:
+        reader = self._reader(model)
+        self.output = self._loss_fn(reader, self._batch)
+        return self.output.loss
+
+    def _reader(self, model: PreTrainedModel) -> ChunkedReader | FullReader:
+        layout = self._layout
+        temperature = float(self._batch.meta.get("temperature", 1.0))
+        ids = self._batch.items["input_ids"]
+        if self._spec is None:
+            return FullReader(_own_logits(model, layout), layout.positions, ids, temperature)
+        decoder, head = decoder_of(model), head_of(model)
+        assert decoder is not None, "the head was probed"
+        assert head is not None, "the head was probed"
+        hidden = decoder(**layout.inputs).last_hidden_state.flatten(0, 1).index_select(0, layout.sources)
+        weight, bias = head
+        return ChunkedReader(
+            hidden, layout.positions, ids, Head(weight, bias, self._spec, self._dtype, temperature), self._keep_bytes
+        )
+
+
+def _own_logits(model: PreTrainedModel, layout: Layout) -> torch.Tensor:
+    """``[P, V]`` from the model's own forward, at the scored positions only where it can."""
+    inputs = layout.inputs
+    rows = inputs["input_ids"].shape[0]
+    if rows == 1:
+        logits = model(**inputs, logits_to_keep=layout.sources).logits
+        if logits.shape[1] == layout.sources.numel():
+            return logits[0]
+        return logits[0].index_select(0, layout.sources)
+    return model(**inputs).logits.flatten(0, 1).index_select(0, layout.sources)

@@ -1,0 +1,93 @@
+"""What this dist offers, as records. Standard library and ``rlctl`` only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rlctl.hookspecs import hookimpl
+from rlctl.records import Axis, BackendKind, BackendSpec, Capability, ModelType, Support
+
+REQUIREMENTS = ("torch>=2.11,<2.15", "transformers>=5.17,<6", "safetensors>=0.5", "numpy>=1.26")
+INSTALL_HINT = "pip install rlctl-plugin-fsdp"
+
+_TRAIN_DEVICES = ("cpu", "cuda", "npu")
+_ROLLOUT_DEVICES = ("cpu", "cuda")
+
+_TRAIN_CELLS: dict[Axis, tuple[Support, str]] = {
+    Axis.DP_SHARD: (Support.SUPPORTED, "fully_shard of every layer over all ranks"),
+    Axis.DP_REPLICATE: (
+        Support.UNSUPPORTED,
+        "the engine builds a mesh of one axis, so weights are never replicated; take dp_shard, or megatron for replicas",
+    ),
+    Axis.TP: (Support.UNSUPPORTED, "whole layers are gathered, no matrix is split between ranks; take megatron"),
+    Axis.SP: (Support.UNSUPPORTED, "activation sharding belongs to tp, which this backend lacks; take megatron"),
+    Axis.PP: (Support.UNSUPPORTED, "every rank runs all layers; take megatron"),
+    Axis.VPP: (Support.UNSUPPORTED, "virtual stages belong to pp, which this backend lacks; take megatron"),
+    Axis.CP: (Support.UNSUPPORTED, "a row is never split between ranks; take megatron"),
+    Axis.EP: (
+        Support.UNSUPPORTED,
+        "experts are sharded like other weights and every rank runs all of them; take veomni or megatron",
+    ),
+    Axis.ETP: (Support.UNSUPPORTED, "no expert matrix is split between ranks; take megatron"),
+    Axis.USP: (Support.UNSUPPORTED, "attention heads are not exchanged between ranks; take veomni"),
+    Axis.DCP: (Support.NOT_APPLICABLE, "an axis of decoding; this backend trains"),
+}
+
+_TRAINING_ONLY = (Axis.SP, Axis.VPP, Axis.CP, Axis.ETP, Axis.USP)
+_ROLLOUT_CELLS: dict[Axis, tuple[Support, str]] = {
+    **dict.fromkeys(_TRAINING_ONLY, (Support.NOT_APPLICABLE, "an axis of training")),
+    Axis.DP_SHARD: (Support.UNSUPPORTED, "the weights of a rollout are whole on its device; take vllm with tp"),
+    Axis.DP_REPLICATE: (Support.UNSUPPORTED, "generation runs in one process; take vllm"),
+    Axis.TP: (Support.UNSUPPORTED, "generation runs on one device; take vllm"),
+    Axis.PP: (Support.UNSUPPORTED, "generation runs on one device; take vllm with tp"),
+    Axis.EP: (Support.UNSUPPORTED, "all experts are on one device; take vllm"),
+    Axis.DCP: (Support.UNSUPPORTED, "the KV cache is whole on its device; take vllm"),
+}
+
+
+def _capabilities(
+    cells: dict[Axis, tuple[Support, str]], devices: Iterable[str], model_types: Iterable[ModelType]
+) -> tuple[Capability, ...]:
+    return tuple(
+        Capability(axis=axis, support=support, reason=reason, model_type=model_type, device=device)
+        for model_type in model_types
+        for device in devices
+        for axis, (support, reason) in cells.items()
+    )
+
+
+@hookimpl
+def rlctl_backends() -> list[BackendSpec]:
+    """The ``fsdp2`` training backend and the embedded ``hf`` rollout."""
+    model_types = (ModelType.LANGUAGE_MODEL,)
+    return [
+        BackendSpec(
+            name="fsdp2",
+            kind=BackendKind.TRAIN,
+            engine="rlctl_fsdp.engine:FSDPEngine",
+            config="rlctl_fsdp.config:FSDPConfig",
+            api_version=(1, 0),
+            model_types=model_types,
+            devices=tuple((device, None) for device in _TRAIN_DEVICES),
+            capabilities=_capabilities(_TRAIN_CELLS, _TRAIN_DEVICES, model_types),
+            requirements=REQUIREMENTS,
+            imports=("torch", "transformers", "torch.distributed.fsdp", "rlctl_fsdp.engine"),
+            install_hint=INSTALL_HINT,
+            aliases=("fsdp",),
+            summary="PyTorch FSDP2: any Hugging Face causal LM, packed rows, one rank or many",
+        ),
+        BackendSpec(
+            name="hf",
+            kind=BackendKind.ROLLOUT,
+            engine="rlctl_fsdp.rollout:HFRollout",
+            config="rlctl_fsdp.config:HFRolloutConfig",
+            api_version=(1, 0),
+            model_types=model_types,
+            devices=tuple((device, None) for device in _ROLLOUT_DEVICES),
+            capabilities=_capabilities(_ROLLOUT_CELLS, _ROLLOUT_DEVICES, model_types),
+            requirements=REQUIREMENTS,
+            imports=("torch", "transformers", "rlctl_fsdp.rollout"),
+            install_hint=INSTALL_HINT,
+            summary="Embedded generation with transformers, in the training process",
+        ),
+    ]

@@ -1,0 +1,262 @@
+"""The chunked logits reader: per-token numbers at the scored positions, without ``[N, V]`` in float32.
+
+Logits exist for P scored tokens only, and in float32 for one chunk of them at a time. When the raw logits of a
+micro-batch fit in a budget they are kept for the backward pass; otherwise the backward pass computes each chunk again.
+
+Shapes: N tokens, P scored tokens, C tokens of a chunk, K alternatives a token, V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from rlctl.logits import to_logits_scale
+from rlctl_fsdp.head import HeadSpec
+
+_CHUNK_BYTES = {"cpu": 8 << 20}
+_CHUNK_BYTES_ACCELERATOR = 512 << 20
+
+
+def chunk_rows(vocab_size: int, device_type: str) -> int:
+    """Tokens of a chunk: float32 logits of a few MiB on the CPU (its caches), of half a GiB on an accelerator."""
+    return max(1, _CHUNK_BYTES.get(device_type, _CHUNK_BYTES_ACCELERATOR) // (4 * vocab_size))
+
+
+@dataclass(frozen=True)
+class Head:
+    """Weights of the output layer and what follows it. ``dtype`` is that of the matrix product."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    spec: HeadSpec
+    dtype: torch.dtype
+    temperature: float = 1.0
+
+
+def _scaled(raw: torch.Tensor, spec: HeadSpec, temperature: float) -> torch.Tensor:
+    """Raw product ``[C, V]`` -> logits in float32, divided by ``temperature``."""
+    return to_logits_scale(spec.apply(raw.float()), temperature)
+
+
+def _unscaled_grad(grad: torch.Tensor, logits: torch.Tensor, spec: HeadSpec, temperature: float) -> torch.Tensor:
+    """Gradient by the raw product from the gradient by the logits ``[C, V]``; overwrites ``grad``."""
+    if spec.softcap is not None:
+        # logits * temperature = softcap * tanh(x / softcap); d tanh = 1 - tanh^2
+        grad.mul_(1.0 - (logits * (temperature / spec.softcap)).square_())
+    factor = spec.scale / temperature
+    return grad if factor == 1.0 else grad.mul_(factor)
+
+
+class _TokenStats(torch.autograd.Function):
+    """Log-probs ``[P, K]`` of given ids and entropy ``[P]`` from hidden states ``[P, D]``, chunk by chunk.
+
+    With z the logits, p = softmax(z), H its entropy, g_k and g_H the incoming gradients:
+    dz = sum_k g_k (onehot(id_k) - p) - g_H p (log p + H).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        raw: torch.Tensor | None,
+        ids: torch.Tensor | None,
+        want_entropy: bool,
+        head: Head,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        num, vocab = hidden.shape[0], weight.shape[0]
+        rows = chunk_rows(vocab, hidden.device.type)
+        log_probs = None if ids is None else hidden.new_empty(ids.shape, dtype=torch.float32)
+        entropy = hidden.new_empty(num, dtype=torch.float32) if want_entropy else None
+        lse = hidden.new_empty(num, dtype=torch.float32)
+        with torch.autocast(hidden.device.type, enabled=False):
+            w, b = _cast(weight, bias, head.dtype)
+            for s in range(0, num, rows):
+                c = slice(s, s + rows)
+                product = raw[c] if raw is not None else F.linear(hidden[c].to(head.dtype), w, b)
+                z = _scaled(product, head.spec, head.temperature)
+                lse[c] = z.logsumexp(-1)
+                if log_probs is not None and ids is not None:
+                    log_probs[c] = z.gather(-1, ids[c]) - lse[c, None]
+                if entropy is not None:
+                    # H = lse - sum_v p_v z_v
+                    p = (z - lse[c, None]).exp_()
+                    entropy[c] = lse[c] - torch.einsum("cv,cv->c", p, z)
+        ctx.save_for_backward(hidden, weight, bias, raw, ids, lse, entropy)
+        ctx.head = head
+        return log_probs, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> Any:  # type: ignore[override]
+        hidden, weight, bias, raw, ids, lse, entropy = ctx.saved_tensors
+        head: Head = ctx.head
+        num, vocab = hidden.shape[0], weight.shape[0]
+        rows = chunk_rows(vocab, hidden.device.type)
+        one_chunk = num <= rows
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if not one_chunk or num == 0 else None
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        w, b = _cast(weight, bias, head.dtype)
+        for s in range(0, num, rows):
+            c = slice(s, s + rows)
+            h = hidden[c].to(head.dtype)
+            z = _scaled(raw[c] if raw is not None else F.linear(h, w, b), head.spec, head.temperature)
+            log_p = z - lse[c, None]
+            p = log_p.exp()
+            grad = torch.zeros_like(z)
+            if ids is not None and grad_log_probs is not None:
+                grad.addcmul_(p, grad_log_probs[c].sum(-1, keepdim=True), value=-1.0)
+                grad.scatter_add_(-1, ids[c], grad_log_probs[c])
+            if entropy is not None and grad_entropy is not None:
+                grad.addcmul_(p, log_p.add_(entropy[c, None]).mul_(grad_entropy[c, None]), value=-1.0)
+            grad = _unscaled_grad(grad, z, head.spec, head.temperature)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+            grad = grad.to(head.dtype)
+            if grad_hidden is not None:
+                grad_hidden[c] = grad @ w
+            if ctx.needs_input_grad[1]:
+                part = grad.T @ h
+                grad_weight = part if grad_weight is None else grad_weight.add_(part)
+        if not ctx.needs_input_grad[1]:
+            grad_weight = None
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+            None, None, None, None,
+        )  # fmt: skip
+
+
+def _cast(
+    weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+class ChunkedReader:
+    """:class:`rlctl.logits.LogitsReader` over hidden states and a head.
+
+    Args:
+        hidden: ``[P, D]`` hidden states that predict the scored tokens.
+        positions: ``[P]`` index of each scored token among the N tokens of the micro-batch.
+        input_ids: ``[N]``.
+        keep_bytes: budget for raw logits kept for the backward pass.
+    """
+
+    def __init__(
+        self, hidden: torch.Tensor, positions: torch.Tensor, input_ids: torch.Tensor, head: Head, keep_bytes: int
+    ) -> None:
+        self._hidden = hidden
+        self._positions = positions
+        self._input_ids = input_ids
+        self._head = head
+        size = hidden.shape[0] * head.weight.shape[0] * head.dtype.itemsize
+        self._keep = size <= keep_bytes
+        self._raw: torch.Tensor | None = None
+
+    def log_prob(self, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """See :meth:`rlctl.logits.LogitsReader.log_prob`."""
+        log_probs, _ = self._stats(self._targets(ids), want_entropy=False)
+        return self._spread(log_probs[:, 0])
+
+    def entropy(self) -> torch.Tensor:
+        """See :meth:`rlctl.logits.LogitsReader.entropy`."""
+        return self._spread(self._stats(None, want_entropy=True)[1])
+
+    def log_prob_and_entropy(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`rlctl.logits.LogitsReader.log_prob_and_entropy`."""
+        log_probs, entropy = self._stats(self._targets(None), want_entropy=True)
+        return self._spread(log_probs[:, 0]), self._spread(entropy)
+
+    def log_prob_at(self, ids: torch.Tensor) -> torch.Tensor:
+        """See :meth:`rlctl.logits.LogitsReader.log_prob_at`."""
+        return self._spread(self._stats(ids[self._positions].long(), want_entropy=False)[0])
+
+    @torch.no_grad()
+    def topk(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`rlctl.logits.LogitsReader.topk`."""
+        head, hidden = self._head, self._hidden
+        raw = self._raw_logits()
+        log_probs = hidden.new_empty((hidden.shape[0], k), dtype=torch.float32)
+        ids = torch.empty((hidden.shape[0], k), dtype=torch.long, device=hidden.device)
+        rows = chunk_rows(head.weight.shape[0], hidden.device.type)
+        with torch.autocast(hidden.device.type, enabled=False):
+            w, b = _cast(head.weight, head.bias, head.dtype)
+            for s in range(0, hidden.shape[0], rows):
+                c = slice(s, s + rows)
+                product = raw[c] if raw is not None else F.linear(hidden[c].to(head.dtype), w, b)
+                z = _scaled(product, head.spec, head.temperature)
+                best = z.topk(k, dim=-1)
+                log_probs[c] = best.values - z.logsumexp(-1, keepdim=True)
+                ids[c] = best.indices
+        return self._spread(log_probs), self._spread(ids)
+
+    def _targets(self, ids: torch.Tensor | None) -> torch.Tensor:
+        return (self._input_ids if ids is None else ids)[self._positions].long()[:, None]
+
+    @torch.no_grad()
+    def _raw_logits(self) -> torch.Tensor | None:
+        """``[P, V]`` raw logits in the head's dtype when they fit in the budget; shared by every call."""
+        if self._raw is None and self._keep:
+            head = self._head
+            with torch.autocast(self._hidden.device.type, enabled=False):
+                self._raw = F.linear(self._hidden.to(head.dtype), *_cast(head.weight, head.bias, head.dtype))
+        return self._raw
+
+    def _stats(self, ids: torch.Tensor | None, want_entropy: bool) -> tuple[Any, Any]:
+        head = self._head
+        return _TokenStats.apply(self._hidden, head.weight, head.bias, self._raw_logits(), ids, want_entropy, head)
+
+    def _spread(self, values: torch.Tensor) -> torch.Tensor:
+        """``[P, ...]`` -> ``[N, ...]`` with zeros where nothing is scored."""
+        out = values.new_zeros((self._input_ids.shape[0], *values.shape[1:]))
+        return out.index_copy(0, self._positions, values)
+
+
+class FullReader:
+    """:class:`rlctl.logits.LogitsReader` over logits that the model made itself.
+
+    Args:
+        logits: ``[P, V]`` that predict the scored tokens; scale and cap are already in them.
+    """
+
+    def __init__(
+        self, logits: torch.Tensor, positions: torch.Tensor, input_ids: torch.Tensor, temperature: float
+    ) -> None:
+        self._log_p = to_logits_scale(logits, temperature).log_softmax(-1)
+        self._positions = positions
+        self._input_ids = input_ids
+
+    def log_prob(self, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """See :meth:`rlctl.logits.LogitsReader.log_prob`."""
+        target = (self._input_ids if ids is None else ids)[self._positions].long()
+        return self._spread(self._log_p.gather(-1, target[:, None])[:, 0])
+
+    def entropy(self) -> torch.Tensor:
+        """See :meth:`rlctl.logits.LogitsReader.entropy`."""
+        return self._spread(-(self._log_p.exp() * self._log_p).sum(-1))
+
+    def log_prob_and_entropy(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`rlctl.logits.LogitsReader.log_prob_and_entropy`."""
+        return self.log_prob(), self.entropy()
+
+    def log_prob_at(self, ids: torch.Tensor) -> torch.Tensor:
+        """See :meth:`rlctl.logits.LogitsReader.log_prob_at`."""
+        return self._spread(self._log_p.gather(-1, ids[self._positions].long()))
+
+    @torch.no_grad()
+    def topk(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`rlctl.logits.LogitsReader.topk`."""
+        best = self._log_p.topk(k, dim=-1)
+        return self._spread(best.values), self._spread(best.indices)
+
+    def _spread(self, values: torch.Tensor) -> torch.Tensor:
+        out = values.new_zeros((self._input_ids.shape[0], *values.shape[1:]))
+        return out.index_copy(0, self._positions, values)

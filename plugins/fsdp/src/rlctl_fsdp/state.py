@@ -1,0 +1,132 @@
+"""Model, optimizer, schedule and random state of all ranks, through torch.distributed.checkpoint.
+
+Keys: ``model.<name>`` for weights and kept buffers, ``optim.<name>.<moment>`` for AdamW's moments and step counts. Each
+rank's random state is a file of its own, ``rng_<rank>.safetensors``; ``engine.json`` holds the small numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from rlctl.errors import CheckpointError
+from rlctl_fsdp.export import persistent_tensors
+from rlctl_fsdp.module import Root
+from rlctl_fsdp.optim import Stepper
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+_NUMBERS = "engine.json"
+
+
+def save_state(path: Path, root: Root, stepper: Stepper, rank: int, world_size: int, device: torch.device) -> None:
+    """Write everything below ``path``; collective over all ranks."""
+    tensors: dict[str, Any] = {f"model.{n}": t for n, t in persistent_tensors(root.model).items()}
+    for name, parameter in stepper.parameters.items():
+        for moment, value in stepper.optimizer.state.get(parameter, {}).items():
+            tensors[f"optim.{name}.{moment}"] = value
+    path.mkdir(parents=True, exist_ok=True)
+    save(tensors, checkpoint_id=path, no_dist=not dist.is_initialized())
+    save_file(_random_state(device), path / f"rng_{rank:05d}.safetensors")
+    if rank == 0:
+        numbers = {"num_steps": stepper.num_steps, "world_size": world_size, "has_moments": _has_moments(stepper)}
+        (path / _NUMBERS).write_text(json.dumps(numbers, indent=1))
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def load_state(path: Path, root: Root, stepper: Stepper, rank: int, world_size: int, device: torch.device) -> None:
+    """Read what :func:`save_state` wrote, in place.
+
+    Raises:
+        CheckpointError: files, weights, moments or step counts are missing, or the world size is another one.
+    """
+    numbers = _numbers(path)
+    if numbers["world_size"] != world_size:
+        raise CheckpointError(
+            "the checkpoint was written by another number of ranks",
+            found=f"{numbers['world_size']} ranks",
+            wanted=f"{world_size} ranks",
+            next=f"resume with --nproc {numbers['world_size']}",
+        )
+    targets: dict[str, Any] = {f"model.{n}": t for n, t in persistent_tensors(root.model).items()}
+    moments = _empty_moments(stepper) if numbers["has_moments"] else {}
+    for name, state in moments.items():
+        targets |= {f"optim.{name}.{moment}": value for moment, value in state.items()}
+    _check_present(path, targets)
+    load(targets, checkpoint_id=path, no_dist=not dist.is_initialized())
+    stepper.optimizer.state.clear()
+    for name, state in moments.items():
+        stepper.optimizer.state[stepper.parameters[name]] = state
+    stepper.num_steps = int(numbers["num_steps"])
+    _restore_random_state(path / f"rng_{rank:05d}.safetensors", device)
+
+
+def _numbers(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads((path / _NUMBERS).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            "this is no complete engine checkpoint", found=f"{path}: {error}", wanted=f"a directory with {_NUMBERS}"
+        ) from error
+
+
+def _has_moments(stepper: Stepper) -> bool:
+    return len(stepper.optimizer.state) > 0
+
+
+def _empty_moments(stepper: Stepper) -> dict[str, dict[str, torch.Tensor]]:
+    """Moments shaped like AdamW's own, for the checkpoint to fill."""
+    return {
+        name: {
+            "step": torch.zeros((), dtype=torch.float32, device=_step_device(stepper, parameter)),
+            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format).detach(),
+            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format).detach(),
+        }
+        for name, parameter in stepper.parameters.items()
+    }
+
+
+def _step_device(stepper: Stepper, parameter: nn.Parameter) -> torch.device:
+    # The fused kernel keeps step counts with the weights, the plain one on the CPU.
+    return parameter.device if stepper.optimizer.defaults.get("fused") else torch.device("cpu")
+
+
+def _check_present(path: Path, targets: Mapping[str, Any]) -> None:
+    try:
+        stored = set(FileSystemReader(path).read_metadata().state_dict_metadata)
+    except (OSError, ValueError) as error:
+        raise CheckpointError("the checkpoint's index cannot be read", found=f"{path}: {error}") from error
+    missing = sorted(set(targets) - stored)
+    if missing:
+        raise CheckpointError(
+            "the checkpoint does not hold all of this model's state",
+            found=f"{len(missing)} missing, first {missing[0]}",
+            wanted=f"weights, and {', '.join(_MOMENTS)} of every trained weight",
+            next="resume with the model and backend that wrote it",
+        )
+
+
+def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        state[device.type] = torch.get_device_module(device).get_rng_state()
+    return state
+
+
+def _restore_random_state(path: Path, device: torch.device) -> None:
+    if not path.is_file():
+        raise CheckpointError("the random state of this rank is missing", found=f"no {path.name}", wanted=str(path))
+    state = load_file(path)
+    torch.set_rng_state(state["cpu"])
+    if device.type in state:
+        torch.get_device_module(device).set_rng_state(state[device.type])
