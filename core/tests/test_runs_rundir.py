@@ -30,7 +30,7 @@ def test_create_makes_the_documented_layout(tmp_path: Path) -> None:
 
 def test_runs_of_the_same_second_do_not_collide(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        runs = list(pool.map(lambda i: RunDirectory.create(tmp_path, "x", f"n: {i}\n", {}, stamp=False), range(24)))
+        runs = list(pool.map(lambda i: RunDirectory.create(tmp_path, "x", f"n: {i}\n", {}, exact=True), range(24)))
     assert len({run.path for run in runs}) == 24
     assert {run.config_path.read_text() for run in runs} == {f"n: {i}\n" for i in range(24)}
     assert {run.name for run in runs} == {"x", *(f"x-{i}" for i in range(2, 25))}
@@ -39,13 +39,13 @@ def test_runs_of_the_same_second_do_not_collide(tmp_path: Path) -> None:
 def test_an_existing_directory_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep")
-    run = RunDirectory.create(tmp_path, "mine", "a: 1\n", {}, stamp=False)
+    run = RunDirectory.create(tmp_path, "mine", "a: 1\n", {}, exact=True)
     assert run.name == "mine-2"
     assert sorted(p.name for p in (tmp_path / "mine").iterdir()) == ["notes.txt"]
 
 
 def test_a_name_cannot_leave_the_root(tmp_path: Path) -> None:
-    run = RunDirectory.create(tmp_path / "runs", "../../evil name", "", {}, stamp=False)
+    run = RunDirectory.create(tmp_path / "runs", "../../evil name", "", {}, exact=True)
     assert run.path.parent == (tmp_path / "runs").resolve()
 
 

@@ -1,8 +1,7 @@
 """What a run was: enough to repeat it, and nothing secret. Imports no torch.
 
-Keys: ``schema, status, kind, recipe, source, model, task, algorithm, command, cwd, python, platform, host, process,
-versions, git, seeds, data, topology, device, guards, origins, started, ended, duration_s, metrics``. Environment values
-are never written; arguments that look like credentials are replaced.
+:func:`build_manifest` lists the keys; a run adds ``name, ended, duration_s, metrics`` and, where they apply, ``error``,
+``best`` and ``resumes``. Environment values are never written; arguments that look like credentials are replaced.
 """
 
 from __future__ import annotations
@@ -13,17 +12,22 @@ import re
 import shlex
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl import files
+from rlctl import files, topology
+from rlctl.device import Device, device_name
 from rlctl.errors import DataError
 
 if TYPE_CHECKING:
-    from rlctl.config.schema import GuardsConfig, RunConfig
+    from rlctl.config.load import ResolvedConfig
+    from rlctl.config.schema import GuardsConfig
+    from rlctl.plugins import PluginSet
 
 SCHEMA = 1
 REDACTED = "<redacted>"
@@ -186,45 +190,49 @@ def _start_ticks(pid: int) -> int | None:
 
 
 def build_manifest(
-    config: RunConfig,
+    resolved: ResolvedConfig,
+    plugins: PluginSet | None = None,
     *,
-    source: str,
-    base_dir: Path,
-    argv: Sequence[str],
-    device: Mapping[str, Any],
-    topology: Mapping[str, Any] | None = None,
-    origins: Mapping[str, str] | None = None,
+    device: Device,
+    argv: Sequence[str] | None = None,
     cwd: Path | None = None,
 ) -> dict[str, Any]:
     """The manifest of a run that is about to start.
 
     Args:
-        config: the resolved configuration.
-        source: recipe name or file it came from.
-        base_dir: directory that relative data files are relative to.
-        argv: command line as typed, ``rlctl`` first; credentials in it are replaced.
-        device: type, vendor and name of the device.
-        topology: sizes of the parallel axes and the world size.
-        origins: dotted key -> where its value came from; keys that kept their default may be left out.
+        resolved: the configuration and where its values came from.
+        plugins: recorded with their versions and states.
+        device: where it runs.
+        argv: command line as typed; credentials in it are replaced. Default: this process's.
+        cwd: where it was typed; its git state is recorded. Default: the current directory.
 
     Raises:
         DataError: a data file cannot be read.
+        CapabilityError: the parallel axes do not fit the number of processes.
     """
+    config = resolved.config
     cwd = Path.cwd() if cwd is None else cwd
-    data_files = [base_dir / Path(name).expanduser() for name in (*config.data.train_files, *config.data.val_files)]
-    task = config.data.task
+    if argv is None:
+        argv = [Path(sys.argv[0]).name, *sys.argv[1:]]
     clean = redact(argv)
-    model = config.model.path or f"random {(config.model.config or {}).get('model_type', 'model')}"
+    names = (*config.data.train_files, *config.data.val_files)
+    data_files = [resolved.base_dir / Path(name).expanduser() for name in names]  # an absolute name stays as it is
+    task = config.data.task
+    training = {"actor": topology.resolve(config.trainer.nproc, config.actor.parallel.model_dump())}
+    seeds = {"trainer": config.trainer.seed}
+    if task is not None:
+        seeds["task"] = task.seed
     return {
         "schema": SCHEMA,
         "status": "running",
         "kind": config.trainer.type,
-        "recipe": Path(source).stem,
-        "source": source,
-        "model": model,
+        "recipe": Path(resolved.source).stem,
+        "source": resolved.source,
+        "model": config.model.path or f"random {(config.model.config or {}).get('model_type', 'model')}",
         "task": task.name if task is not None else ", ".join(path.name for path in data_files),
         "algorithm": config.algorithm.name if config.trainer.type == "rl" else "sft",
         "backend": config.actor.backend,
+        "rollout": config.rollout.backend if config.trainer.type == "rl" else None,
         "command": clean,
         "command_line": shlex.join(clean),
         "cwd": str(cwd),
@@ -233,13 +241,17 @@ def build_manifest(
         "host": socket.gethostname(),
         "process": process_record(),
         "versions": versions(),
+        "plugins": [
+            {"name": e.name, "dist": e.dist, "version": e.version, "status": str(e.status)}
+            for e in (plugins.entries if plugins is not None else ())
+        ],
         "git": git_state(cwd),
-        "seeds": {"trainer": config.trainer.seed, **({"task": task.seed} if task is not None else {})},
+        "seeds": seeds,
         "data": hash_files(list(dict.fromkeys(data_files))),
-        "topology": dict(topology or {"world_size": 1}),
-        "device": dict(device),
+        "topology": {role: asdict(axes) for role, axes in training.items()},
+        "device": {"type": device.type, "vendor": device.vendor, "name": device_name(device)},
         "guards": guards_record(config.guards),
-        "origins": dict(origins or {}),
+        "origins": {key: " ".join(redact(text.split(" "))) for key, text in resolved.origins.items()},
         "started": now(),
         "ended": None,
         "duration_s": None,

@@ -41,7 +41,7 @@ class RunDirectory:
     # ---- making -----------------------------------------------------------------------------------------------
     @classmethod
     def create(
-        cls, root: Path | None, name: str, resolved_yaml: str, manifest: Mapping[str, Any], *, stamp: bool = True
+        cls, root: Path | None, name: str, resolved_yaml: str, manifest: Mapping[str, Any], *, exact: bool = False
     ) -> RunDirectory:
         """Make a new directory; an existing one is never touched.
 
@@ -50,15 +50,15 @@ class RunDirectory:
             name: recipe or experiment name.
             resolved_yaml: text of ``config.yaml``.
             manifest: what :func:`rlctl.manifest.build_manifest` returns; ``status`` becomes ``running``.
-            stamp: append ``-YYYYmmdd-HHMMSS`` (local time). Without it ``name`` is taken as it is. Either way a
-                name that is taken gets ``-2``, ``-3`` and so on.
+            exact: take ``name`` as it is; else ``-YYYYmmdd-HHMMSS`` (local time) is appended. Either way a name that
+                is taken gets ``-2``, ``-3`` and so on.
 
         Raises:
             CheckpointError: the directory cannot be made or written.
         """
         root = default_root() if root is None else Path(root).expanduser()
         safe = "".join(c if c.isalnum() or c in "._-" else "-" for c in name).strip(".-") or "run"
-        if stamp:
+        if not exact:
             safe += time.strftime("-%Y%m%d-%H%M%S")
         try:
             root.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,8 @@ class JsonlTracker:
         self._path = run_dir / "metrics.jsonl"
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        files.append_lines(self._path, [{STEP: step, **metrics, TIME: round(time.time(), 3)}])
+        row = {STEP: step, **metrics, TIME: round(time.time(), 3)}
+        files.append_lines(self._path, [row | {STEP: step}])
 
     def close(self) -> None:
         return None
