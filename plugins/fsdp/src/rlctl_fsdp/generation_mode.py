@@ -1,0 +1,84 @@
+"""Lend a training module to generation, and give it back as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+@contextmanager
+def _evaluation(module: nn.Module) -> Iterator[None]:
+    training = [m for m in module.modules() if m.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        # Each module by itself: the caller may keep some of them in evaluation mode while others train.
+        for m in training:
+            m.training = True
+
+
+@contextmanager
+def _attention(module: PreTrainedModel, implementation: str) -> Iterator[None]:
+    saved: dict[int, tuple[PreTrainedConfig, str | None]] = {}
+    for m in module.modules():
+        config = getattr(m, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            saved.setdefault(id(config), (config, config._attn_implementation))
+    try:
+        module.set_attn_implementation(implementation)
+        yield
+    finally:
+        for config, before in saved.values():
+            config._attn_implementation_internal = before
+
+
+def _param_groups(module: FSDPModule) -> list[Any]:
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        group = getattr(state, "_fsdp_param_group", None)
+        groups = [] if group is None else [group]
+    return list(groups)
+
+
+@contextmanager
+def _unsharded(module: nn.Module) -> Iterator[None]:
+    """Whole parameters on every rank. Inside, a forward pass runs no collective: ranks may generate at their own pace."""
+    wrapped = [m for m in module.modules() if isinstance(m, FSDPModule)]
+    # FSDP2 has a setter but no getter for resharding after a forward pass; what it sets is read here and put back.
+    saved = [(group, group.post_forward_mesh_info) for m in wrapped for group in _param_groups(m)]
+    automatic = [(state, state._auto_reshard_after_forward) for m in wrapped for state in [m._get_fsdp_state()]]
+    try:
+        for m in wrapped:
+            m.set_reshard_after_forward(False, recurse=False)
+            m.unshard()
+        yield
+    finally:
+        for m in wrapped:
+            m.reshard()
+        for group, before in saved:
+            group.post_forward_mesh_info = before
+        for state, flag in automatic:
+            state._auto_reshard_after_forward = flag
+
+
+@contextmanager
+def generation_mode(module: PreTrainedModel, attention: str | None) -> Iterator[None]:
+    """No gradients, evaluation mode, whole parameters, and the attention implementation ``attention`` (None: as it is).
+
+    Everything is restored on the way out, also after an exception.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_evaluation(module))
+        if attention is not None:
+            stack.enter_context(_attention(module, attention))
+        stack.enter_context(_unsharded(module))
+        yield

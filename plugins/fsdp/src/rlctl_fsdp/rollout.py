@@ -1,0 +1,250 @@
+"""``hf``: generation with transformers, inside the training process.
+
+The engine serves either the training engine's live module (nothing is copied) or a copy of its own, filled by name. A
+model is served through the quickest of three runners whose logits equal those of a plain forward pass; which one, and
+why, is in ``EngineInfo.notes`` and in :attr:`HFRollout.notes`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from rlctl.engine import EngineInfo, MeshInfo
+from rlctl.errors import EngineError
+from rlctl.generation import Completion, GenerateRequest, ScoreRequest, TokenScores
+from rlctl.hookspecs import hookimpl
+from rlctl.sync import fingerprint_tensor
+from rlctl.topology import Topology
+from rlctl_fsdp.build import build_empty, load_config, starts_random
+from rlctl_fsdp.decoding import decode
+from rlctl_fsdp.generation_mode import generation_mode
+from rlctl_fsdp.rollout_config import HFRolloutConfig
+from rlctl_fsdp.rollout_probe import choose_runner
+from rlctl_fsdp.rollout_weights import (
+    empty_module,
+    end_token_ids,
+    load_named,
+    model_tokenizer,
+    named_weights,
+    own_module,
+)
+from rlctl_fsdp.scoring import score_sequences
+from rlctl_fsdp.stopping import StopRules
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class HFRollout:
+    """One rank's embedded rollout engine."""
+
+    def __init__(self) -> None:
+        self.settings = HFRolloutConfig()
+        self.device = torch.device("cpu")
+        self.model: Mapping[str, Any] = {}
+        self.config: PreTrainedConfig | None = None
+        self.module: PreTrainedModel | None = None
+        self.attached = False
+        self.version = -1
+        self.notes: dict[str, str] = {}
+        self.tokenizer: Any = None
+        self._end_ids: tuple[int, ...] = ()
+        self._runners: dict[Any, tuple[Any, str]] = {}
+
+    # ---- building ---------------------------------------------------------------------------------------------
+    @hookimpl
+    def rlctl_build_mesh(self, topology: Topology, settings: Mapping[str, Any]) -> MeshInfo:
+        values = dict(settings)
+        device = str(values.pop("device", "cpu"))
+        self.settings = HFRolloutConfig(**values)
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if device == "cuda":
+            device = f"cuda:{torch.cuda.current_device()}"
+        self.device = torch.device(device)
+        # Every rank generates for prompts of its own: to the data there is one dimension, whatever the trainer's mesh.
+        return MeshInfo(rank=rank, world_size=world, dp_rank=rank, dp_size=world, device=device)
+
+    @hookimpl
+    def rlctl_engine_init(
+        self, mesh: MeshInfo, model: Mapping[str, Any], optimizer: Mapping[str, Any] | None, forward_only: bool
+    ) -> EngineInfo:
+        self.model = model
+        self.config = load_config(model)
+        self.tokenizer = model_tokenizer(model)
+        self._end_ids = end_token_ids(model, self.config, self.tokenizer)
+        # Weights are not loaded here: usually the training module is attached next.
+        shape = build_empty(model)
+        vocab = int(self.config.get_text_config(decoder=True).vocab_size)
+        self.notes = {"end_token_ids": ", ".join(map(str, self._end_ids)) or "none"}
+        return EngineInfo(
+            sum(p.numel() for p in shape.parameters()), vocab, str(self.config.model_type), dict(self.notes)
+        )
+
+    @hookimpl
+    def rlctl_shutdown(self) -> bool:
+        self.module = None
+        self._runners.clear()
+        return True
+
+    # ---- weights ----------------------------------------------------------------------------------------------
+    @hookimpl
+    def rlctl_attach_module(self, module: Any, version: int) -> bool:
+        if not isinstance(module, PreTrainedModel):
+            return False
+        self.module, self.attached, self.version = module, True, version
+        assert self.config is not None, "rlctl_engine_init comes first"
+        self._end_ids = tuple(
+            sorted({*self._end_ids, *end_token_ids(self.model, module.config, self.tokenizer, module)})
+        )
+        return True
+
+    @hookimpl
+    def rlctl_load_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> dict[str, Any]:
+        if self.module is None or self.attached:
+            assert self.config is not None, "rlctl_engine_init comes first"
+            self.module = empty_module(self.model, self._dtype(), self.device)
+            self.attached = False
+        report = load_named(self.module, weights)
+        self.version = version
+        return report
+
+    @hookimpl
+    def rlctl_weight_fingerprint(self, names: Sequence[str]) -> dict[str, str]:
+        weights = named_weights(self._served(), names)
+        return {name: fingerprint_tensor(tensor) for name, tensor in weights.items()}
+
+    @hookimpl
+    def rlctl_release(self, parts: Sequence[str]) -> bool:
+        """``weights``: the own copy goes to the host. Keys and values live only during a call, so ``kv`` holds nothing."""
+        if "weights" not in parts or self.module is None or self.attached or self.device.type == "cpu":
+            return False
+        self.module.to("cpu")  # pyright: ignore[reportArgumentType]
+        return True
+
+    @hookimpl
+    def rlctl_resume(self, parts: Sequence[str]) -> bool:
+        if "weights" in parts and self.module is not None and not self.attached:
+            self.module.to(self.device)  # pyright: ignore[reportArgumentType]
+        return True
+
+    def _dtype(self) -> torch.dtype:
+        """dtype of an own copy."""
+        name = self.settings.dtype
+        return _DTYPES[str(self.model.get("dtype", "float32")) if name == "auto" else name]
+
+    def _served(self) -> PreTrainedModel:
+        if self.module is None:
+            if starts_random(self.model):
+                raise EngineError(
+                    "the rollout engine has no weights yet",
+                    found="a model with random weights, which only the training engine has",
+                    wanted="rlctl_attach_module or rlctl_load_weights before the first call",
+                )
+            self.module = own_module(self.model, self._dtype(), self.device)
+        return self.module
+
+    # ---- generation -------------------------------------------------------------------------------------------
+    def _autocast(self, module: PreTrainedModel) -> Any:
+        """An attached module computes in the dtype asked for, without a copy of its weights."""
+        held = next(p for p in module.parameters() if p.is_floating_point()).dtype
+        if self.settings.dtype != "auto":
+            wanted = _DTYPES[self.settings.dtype]
+        else:
+            wanted = torch.bfloat16 if held is torch.float32 and self.device.type == "cuda" and self.attached else held
+        return nullcontext() if wanted is held else torch.autocast(self.device.type, dtype=wanted)
+
+    @contextmanager
+    def _lent(self, module: PreTrainedModel) -> Iterator[Callable[[], Any]]:
+        """The module in generation mode; yields a maker of runners for it."""
+        where = next(module.parameters()).device
+        if where.type != self.device.type:
+            raise EngineError(
+                "the shared training module is not on the rollout's device",
+                found=str(where),
+                wanted=str(self.device),
+                next="set rollout.share_weights=false, or switch actor.engine.param_offload off",
+            )
+        with self._autocast(module):
+            kind = self._choose(module)
+            with generation_mode(module, kind.attention_of(module)):
+                yield lambda: kind(module, self.device)
+
+    def _choose(self, module: PreTrainedModel) -> Any:
+        key = (id(module.config), type(module))
+        if key not in self._runners:
+            self._runners[key] = choose_runner(module, self.device, self.settings.path)
+            kind, why = self._runners[key]
+            self.notes["decoding"] = f"{kind.name}: {why}"
+        return self._runners[key][0]
+
+    @hookimpl
+    def rlctl_generate(
+        self, request: GenerateRequest, on_done: Callable[[Completion], None] | None
+    ) -> list[Completion]:
+        params = request.params
+        module = self._served()
+        self._check(request, module)
+        if not request.prompts:
+            return []
+        ends = (*(() if params.ignore_eos else self._end_ids), *params.stop_token_ids)
+        stops = StopRules(self._vocab(module), ends, params.stop, self.tokenizer)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        out: list[Completion | None] = [None] * (len(request.prompts) * params.n)
+        with self._lent(module) as make_runner:
+            for completion in decode(
+                make_runner,
+                request.prompts,
+                params,
+                seed,
+                stops,
+                self.device,
+                self.settings.max_batch_rows,
+                self.settings.max_batch_tokens,
+            ):
+                out[completion.prompt_index * params.n + completion.sample_index] = completion
+                if on_done is not None:
+                    on_done(completion)
+        assert all(c is not None for c in out)
+        return [c for c in out if c is not None]
+
+    @hookimpl
+    def rlctl_score(self, request: ScoreRequest) -> list[TokenScores]:
+        module = self._served()
+        with self._lent(module) as make_runner:
+            return score_sequences(
+                make_runner(), request, self._vocab(module), self.device, self.settings.max_batch_tokens
+            )
+
+    def _vocab(self, module: PreTrainedModel) -> int:
+        head = module.get_output_embeddings()
+        weight = getattr(head, "weight", None)
+        return int(module.config.get_text_config(decoder=True).vocab_size) if weight is None else int(weight.shape[0])
+
+    def _check(self, request: GenerateRequest, module: PreTrainedModel) -> None:
+        params = request.params
+        vocab = self._vocab(module)
+        for i, prompt in enumerate(request.prompts):
+            if not len(prompt):
+                raise EngineError(f"prompt {i} is empty", found="no tokens", wanted="at least one token")
+            if min(prompt) < 0 or max(prompt) >= vocab:
+                raise EngineError(
+                    f"prompt {i} has a token that the model does not know",
+                    found=max(prompt) if max(prompt) >= vocab else min(prompt),
+                    wanted=f"ids from 0 to {vocab - 1}",
+                    next="the tokenizer must be the model's own: check model.tokenizer",
+                )
+        limit = getattr(module.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        longest = max((len(p) for p in request.prompts), default=0) + params.max_tokens
+        if limit is not None and longest > limit:
+            raise EngineError(
+                "prompts and completions are longer than the model's positions",
+                found=f"{longest - params.max_tokens} + {params.max_tokens} tokens",
+                wanted=f"at most {limit} (max_position_embeddings)",
+                next="lower data.max_prompt_length or data.max_response_length",
+            )
