@@ -18,7 +18,7 @@ from rlctl.config.suggest import for_choice, for_key
 M = TypeVar("M", bound=BaseModel)
 UnknownKey = Callable[[Loc, str], tuple[str, list[str]]]
 _ROUNDS = 6
-_DOTTED = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)+\b")
+_NAME = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)*\b")
 
 
 def check(
@@ -53,12 +53,13 @@ def check(
         taken_away = False
         for fault in faults:
             loc = (*prefix, *_real_loc(fault["loc"], tree))
-            for problem, names in _problems(fault, loc, document, engines, hint, model, len(prefix)):
+            for problem, names, places in _problems(fault, loc, document, engines, hint, model, len(prefix)):
                 if not _consequence(fault, problem, removed):
                     if problem not in problems:
                         problems.append(problem)
                     removed |= names
-            taken_away |= _remove(tree, loc[len(prefix) :])
+                for place in places:
+                    taken_away |= _remove(tree, place[len(prefix) :])
         if not taken_away:
             break
     return None, problems
@@ -112,12 +113,13 @@ def _problems(
     hint: UnknownKey,
     model: type[BaseModel],
     depth: int,
-) -> list[tuple[Problem, set[str]]]:
-    """The problems in words (a check across keys may have several, one a line), and the paths taken away with each."""
+) -> list[tuple[Problem, set[str], list[Loc]]]:
+    """The problems in words (a check across keys may have several, one a line), with what is taken away for the next
+    round: dotted paths whose later complaints are only consequences, and places."""
     if fault["type"] == "value_error":
         text = str(fault["ctx"]["error"]) if "error" in fault.get("ctx", {}) else fault["msg"].partition(", ")[2]
-        return [(_across_keys(line, loc, document), {dotted(loc)} if loc else set()) for line in text.splitlines()]
-    return [_problem(fault, loc, document, engines, hint, model, depth)]
+        return [_across_keys(line, loc, document, model, depth) for line in text.splitlines()]
+    return [(*_problem(fault, loc, document, engines, hint, model, depth), [loc])]
 
 
 def _problem(
@@ -156,6 +158,8 @@ def _problem(
             for choice in str(fault.get("ctx", {}).get("expected", "")).replace(" or ", ", ").split(", ")
         ]
         advice = for_choice(found, choices)
+    elif found is None and want.startswith("a section"):
+        advice = f"write {loc[-1]}: {{}} or take the line out"
     elif isinstance(found, str) and section_at(loc[depth:], engines, model) is None:
         advice = _text_advice(found, want)
     elif isinstance(found, (int, float)) and "text" in want:
@@ -165,14 +169,20 @@ def _problem(
     return Problem(path, str(origin), "", describe(found), want, advice or _place(document, loc)), {path}
 
 
-def _across_keys(text: str, loc: Loc, document: Document) -> Problem:
-    """A check across keys complains of a section; the reader is led to the keys that its message names."""
-    names = [tuple(name.split(".")) for name in dict.fromkeys(_DOTTED.findall(text))]
-    named = [place for place in names if place[: len(loc)] == loc and annotation_at(place) is not None]
+def _across_keys(
+    text: str, loc: Loc, document: Document, model: type[BaseModel], depth: int
+) -> tuple[Problem, set[str], list[Loc]]:
+    """A check of a section complains of keys: the reader is led to those that its message names, dotted or bare."""
+    words = [tuple(name.split(".")) for name in dict.fromkeys(_NAME.findall(text))]
+    section = section_at(loc[depth:], None, model)
+    keys = set(section.model_fields) if section else set()
+    named = [w for w in words if len(w) > 1 and w[: len(loc)] == loc and annotation_at(w) is not None]
+    named += [(*loc, w[0]) for w in words if len(w) == 1 and w[0] in keys and (*loc, w[0]) not in named]
     given = [place for place in named if document.has(place)]
-    place = next(iter(given or named), loc)
-    hint = " or ".join(_place(document, p) for p in given) or _place(document, place)
-    return Problem(dotted(place), str(document.origin(place)), text, hint=hint)
+    place = next(iter(given or named), loc) if section else loc
+    hint = " or ".join(_place(document, p, by_name=len(given) > 1) for p in given) or _place(document, place)
+    problem = Problem(dotted(place), str(document.origin(place)), text, hint=hint)
+    return problem, {dotted(p) for p in given or [place]}, given or [place]
 
 
 def _section_origin(document: Document, loc: Loc) -> Origin:
@@ -201,14 +211,14 @@ def _text_advice(found: str, want: str) -> str:
     return ""
 
 
-def _place(document: Document, loc: Loc) -> str:
-    """The remedy where there is no better one: which line, override or flag to change."""
+def _place(document: Document, loc: Loc, by_name: bool = False) -> str:
+    """The remedy where there is no better one: which line, override or flag to change (spelt out with ``by_name``)."""
     origin = document.origin(loc)
     name = dotted(loc) or "the file"
     if origin.kind == "file":
         return f"change {name} at line {origin.line}"
     if origin.on_command_line:
-        return f"change the {origin.kind}"
+        return f"change the {origin.text if by_name else origin.kind}"
     return f"set {name}"
 
 

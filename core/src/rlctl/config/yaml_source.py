@@ -92,6 +92,12 @@ def dump(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=110)
 
 
+def dump_inline(value: Any) -> str:
+    """A value on one line, as it would be typed after ``KEY=``."""
+    text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=True, width=10**9)
+    return text.removesuffix("\n").removesuffix("\n...").strip()
+
+
 def read(path: Path, label: str) -> str:
     """The text of a YAML file.
 

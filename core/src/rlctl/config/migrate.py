@@ -1,0 +1,179 @@
+"""Translate a configuration of another project (verl's sections, TRL's flat arguments) into rlctl's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlctl.config.check import check
+from rlctl.config.document import Document, Loc, Origin, PlaceError, dotted, leaves
+from rlctl.config.foreign import our_path
+from rlctl.config.migrate_rules import RULES, SECTIONS, Left
+from rlctl.config.overrides import parse_key
+from rlctl.config.schema import RunConfig
+from rlctl.config.schema_paths import annotation_at, describe, walk
+from rlctl.config.suggest import for_key
+from rlctl.config.yaml_source import dump, parse, parse_value
+
+_WRAPPER = "actor_rollout_ref"
+_REFERENCE = re.compile(r"^\$\{(?:oc\.select:)?([\w.]+)(?:,([^{}]*))?\}$")
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A key of the old file that sets nothing in the new one. ``needless``: nothing is lost by that."""
+
+    path: str
+    line: int
+    found: str
+    reason: str
+    needless: bool
+
+
+@dataclass(frozen=True)
+class Migration:
+    """The new configuration, which old key each value came from, what was left out, and what is still to be set."""
+
+    values: dict[str, Any]
+    origins: dict[str, str]
+    left_out: tuple[LeftOut, ...]
+    to_set: tuple[str, ...]
+
+    def to_yaml(self) -> str:
+        """The new configuration in the order of the schema."""
+        order = list(RunConfig.model_fields)
+        return dump({key: self.values[key] for key in sorted(self.values, key=order.index)}) if self.values else ""
+
+
+def migrate(text: str, label: str) -> Migration:
+    """Translate YAML text.
+
+    Args:
+        text: the old configuration.
+        label: how messages name the file.
+
+    Raises:
+        ConfigError: the text is no YAML mapping.
+    """
+    document, problems = parse(text, label)
+    out = Document({})
+    left_out = [LeftOut(p.path, _line(p.origin), "", p.what, False) for p in problems]
+    old = {loc: _resolve(value, document) for loc, value in leaves(document.data)}
+    by_path = {dotted(_name(loc)): value for loc, value in old.items()}
+    for name, section in SECTIONS.items():
+        if name in document.data:
+            line = document.origin((name,)).line
+            left_out.append(LeftOut(name, line, describe(document.data[name]), section.reason, section.needless))
+    for loc, value in old.items():
+        if loc[0] in SECTIONS:
+            continue
+        outcome = _translate(loc, value, by_path)
+        line = document.origin(loc).line
+        if isinstance(outcome, Left):
+            left_out.append(LeftOut(dotted(loc), line, describe(value), outcome.reason, outcome.needless))
+            continue
+        for path, item in outcome.items():
+            place = tuple(path.split("."))
+            held = out.get(place)
+            if out.has(place) and held != item:
+                reason = f"{path} is already {describe(held)}, from {out.origin(place)}"
+                left_out.append(LeftOut(dotted(loc), line, describe(value), reason, False))
+                continue
+            try:
+                out.set(place, item, Origin("derived", dotted(loc)))
+            except PlaceError as error:
+                reason = f"{dotted(error.loc)} is {describe(out.get(error.loc))} already"
+                left_out.append(LeftOut(dotted(loc), line, describe(value), reason, False))
+    refused, to_set = _refused(out, {dotted(loc): document.origin(loc).line for loc in old})
+    origins = {dotted(loc): str(out.origin(loc)) for loc, _ in leaves(out.data)} if out.data else {}
+    return Migration(out.data, origins, tuple(sorted([*left_out, *refused], key=lambda item: item.line)), to_set)
+
+
+def _refused(out: Document, lines: Mapping[str, int]) -> tuple[list[LeftOut], tuple[str, ...]]:
+    """Take values out again that the schema does not take (an estimator that is not built, a name for a number)."""
+    refused: list[LeftOut] = []
+    _, problems = check(RunConfig, out)
+    to_set: list[str] = []
+    for problem in problems:
+        loc = parse_key(problem.path) or ()
+        while loc and isinstance(loc[len(loc) - 1], int):
+            loc = loc[:-1]
+        if not out.has(loc) or problem.what:
+            to_set.append(f"{problem.path}: {problem.what}" + (f", wanted {problem.wanted}" if problem.wanted else ""))
+            continue
+        source = str(out.origin(loc))
+        reason = f"{problem.path} takes {problem.wanted}"
+        refused.append(LeftOut(source, lines.get(source, 0), describe(out.get(loc)), reason, False))
+        out.delete(loc)
+    return refused, tuple(to_set)
+
+
+def _name(loc: Loc) -> Loc:
+    """The place without verl's wrapper around model, actor, ref and rollout."""
+    return loc[1:] if loc[0] == _WRAPPER and len(loc) > 1 else loc
+
+
+def _translate(loc: Loc, value: Any, by_path: Mapping[str, Any]) -> dict[str, Any] | Left:
+    short = _name(loc)
+    path, key = dotted(short), str(short[len(short) - 1])
+    if isinstance(value, str) and "${" in value:
+        return Left("the reference in it cannot be worked out; write the value itself")
+    if path in RULES:
+        return RULES[path](value, by_path)
+    if any(isinstance(part, int) or "." in part for part in short):
+        return Left("a value inside a list; copy it by hand")
+    if _is_ours(short):
+        return {path: value} if value is not None or len(short) > 1 else Left("empty", needless=True)
+    foreign = our_path(key, short)
+    if foreign is not None and _is_ours(tuple(foreign[0].split("."))):
+        if value is None:
+            return Left("not set there", needless=True)
+        return _if_it_fits(foreign[0], value, foreign[1])
+    same = [place for place, _ in walk() if place[len(place) - 1] == key and 0 not in place]
+    if len(short) == 1 and len(same) == 1:
+        return {dotted(same[0]): value}
+    hint, _ = for_key(short[:-1], key)
+    return Left(f"rlctl has no such key; {hint}" if hint.startswith("did you mean") else "rlctl has no such key")
+
+
+def _is_ours(loc: Loc) -> bool:
+    """True for a key of the schema, and for anything inside a free mapping such as ``model.config``."""
+    if annotation_at(loc) is not None:
+        return True
+    free = (
+        ("model", "config"),
+        ("actor", "engine"),
+        ("ref", "engine"),
+        ("rollout", "engine"),
+        ("data", "task", "args"),
+    )
+    return any(loc[: len(place)] == place and len(loc) > len(place) for place in free)
+
+
+def _if_it_fits(path: str, value: Any, remark: str) -> dict[str, Any] | Left:
+    """Set a renamed key, unless the remark says that it counts something else there."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0:
+        return Left("not set there", needless=True)
+    if remark:
+        return Left(f"set {path} by hand ({remark})")
+    return {path: value}
+
+
+def _resolve(value: Any, document: Document, depth: int = 0) -> Any:
+    """Follow a ``${section.key}`` (or ``${oc.select:section.key,default}``) that is the whole value."""
+    match = _REFERENCE.match(value) if isinstance(value, str) else None
+    if match is None or depth > 8:
+        return value
+    place = tuple(match[1].split("."))
+    if document.has(place):
+        return _resolve(document.get(place), document, depth + 1)
+    if match[2] is None:
+        return value
+    return parse_value(match[2])
+
+
+def _line(origin: str) -> int:
+    tail = origin.rpartition(":")[2]
+    return int(tail) if tail.isdecimal() else 0

@@ -1,0 +1,282 @@
+"""What becomes of a key of verl or TRL: a table of rules for ``rlctl config migrate``. Facts about names, no one's code.
+
+Paths are dotted, without verl's ``actor_rollout_ref.`` in front. A rule gives what to set in rlctl's configuration, or says
+why nothing is set. Names that only differ in spelling are in :mod:`rlctl.config.foreign`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Left:
+    """A key that sets nothing. ``needless``: rlctl does so anyway; otherwise its reader has to decide something."""
+
+    reason: str
+    needless: bool = False
+
+
+Outcome = dict[str, Any] | Left
+Rule = Callable[[Any, Mapping[str, Any]], Outcome]
+"""(value, every leaf of the file by its path) to what is set."""
+
+
+def to(*paths: str) -> Rule:
+    return lambda value, _: dict.fromkeys(paths, value)
+
+
+def unless(unset: Any, path: str, instead: Any = None) -> Rule:
+    """``path``, but the value ``unset`` stands for "not set" there (or for ``instead`` here)."""
+
+    def rule(value: Any, _: Mapping[str, Any]) -> Outcome:
+        if value != unset and value is not None:
+            return {path: value}
+        return {path: instead} if instead is not None else Left("not set there, and so by default here", needless=True)
+
+    return rule
+
+
+def words(path: str, mapping: Mapping[Any, Any], otherwise: str) -> Rule:
+    def rule(value: Any, _: Mapping[str, Any]) -> Outcome:
+        try:
+            return {path: mapping[value]} if value in mapping else Left(otherwise)
+        except TypeError:  # a list or mapping where a word was expected
+            return Left(otherwise)
+
+    return rule
+
+
+def needless(reason: str) -> Rule:
+    return lambda value, _: Left(reason, needless=True)
+
+
+def left(reason: str) -> Rule:
+    return lambda value, _: Left(reason)
+
+
+def as_list(path: str) -> Rule:
+    return lambda value, _: {path: list(value) if isinstance(value, list) else [value]}
+
+
+def _off_is_needless(reason: str, unsupported: str) -> Rule:
+    return lambda value, _: Left(reason, needless=True) if not value else Left(unsupported)
+
+
+def _processes(value: Any, leaves: Mapping[str, Any]) -> Outcome:
+    per_node, nodes = leaves.get("trainer.n_gpus_per_node", 1), leaves.get("trainer.nnodes", 1)
+    if isinstance(per_node, int) and isinstance(nodes, int):
+        return {"trainer.nproc": per_node * nodes}
+    return Left("the number of processes is no number; set trainer.nproc")
+
+
+def _truncation(value: Any, leaves: Mapping[str, Any]) -> Outcome:
+    if leaves.get("data.filter_overlong_prompts") is True:
+        return Left("prompts over the limit are left out before it counts", needless=True)
+    if value == "error":
+        return {"data.overlong_prompts": "error"}
+    return Left("rlctl never cuts a prompt: set data.overlong_prompts to error or filter")
+
+
+def _clip(value: Any, leaves: Mapping[str, Any]) -> Outcome:
+    low = leaves.get("actor.clip_ratio_low", value)
+    high = leaves.get("actor.clip_ratio_high", value)
+    return {"actor.policy_loss.clip_ratio_low": low, "actor.policy_loss.clip_ratio_high": high}
+
+
+def _micro_rows(role: str, switch: str) -> Rule:
+    """Rows a micro-batch, which count only where dynamic batches are off."""
+
+    def rule(value: Any, leaves: Mapping[str, Any]) -> Outcome:
+        if leaves.get(switch) is True:
+            return Left(f"{switch} is on there, so the token budget counts", needless=True)
+        return (
+            {f"{role}.micro_batch_size_per_device": value}
+            if value is not None
+            else Left("not set there", needless=True)
+        )
+
+    return rule
+
+
+def _tokens(role: str, switch: str) -> Rule:
+    def rule(value: Any, leaves: Mapping[str, Any]) -> Outcome:
+        if leaves.get(switch) is True:
+            return {f"{role}.max_tokens_per_device": value}
+        return Left(f"{switch} is off there, so rows count", needless=True)
+
+    return rule
+
+
+def _reward_function(value: Any, leaves: Mapping[str, Any]) -> Outcome:
+    path, name = leaves.get("custom_reward_function.path"), leaves.get("custom_reward_function.name", "compute_score")
+    if not path:
+        return Left("no function is named there", needless=True)
+    return {"reward.components": [{"name": f"{path}:{name}"}]}
+
+
+def _beta(value: Any, _: Mapping[str, Any]) -> Outcome:
+    if not value:
+        return {"actor.use_kl_loss": False}
+    return {"actor.use_kl_loss": True, "actor.kl_loss_coef": value}
+
+
+def _prompts_a_step(value: Any, leaves: Mapping[str, Any]) -> Outcome:
+    """TRL counts completions on one device; rlctl counts prompts of a step over all devices."""
+    group, steps = leaves.get("num_generations", 8), leaves.get("gradient_accumulation_steps", 1)
+    out: dict[str, Any] = {"actor.micro_batch_size_per_device": value}
+    whole = isinstance(value, int) and isinstance(steps, int) and isinstance(group, int) and group > 0
+    if whole and value * steps % group == 0 and value * steps >= group:
+        out["data.train_batch_size"] = value * steps // group
+    return out
+
+
+_BACKENDS = {"fsdp": "fsdp2", "fsdp2": "fsdp2", "megatron": "megatron", "veomni": "veomni", "torchtitan": "torchtitan"}
+_NO_BACKEND = "no backend of rlctl goes by this name; rlctl capabilities lists them"
+_ROLLOUT_OWN = "a setting of the rollout backend; its section is rollout.engine (rlctl config schema --backend NAME)"
+_CRITIC = "GRPO has no critic"
+
+RULES: dict[str, Rule] = {
+    # ---- verl: data
+    "data.train_files": as_list("data.train_files"),
+    "data.val_files": as_list("data.val_files"),
+    "data.prompt_key": to("data.columns.prompt"),
+    "data.tokenizer": unless(None, "model.tokenizer"),
+    "data.seed": unless(None, "trainer.seed"),
+    "data.train_max_samples": unless(-1, "data.train_max_samples"),
+    "data.val_max_samples": unless(-1, "data.val_max_samples"),
+    "data.truncation": _truncation,
+    "hybrid_engine": needless("actor and rollout share a process where both can"),
+    "data.filter_overlong_prompts": words(
+        "data.overlong_prompts", {True: "filter", False: "error"}, "set data.overlong_prompts to error or filter"
+    ),
+    "data.return_raw_chat": needless("rows are always chat messages where they have them"),
+    "data.reward_fn_key": to("data.columns.data_source"),
+    # ---- verl: model
+    "model.enable_gradient_checkpointing": to("actor.engine.activation_checkpointing"),
+    "model.use_remove_padding": needless("batches are always packed"),
+    "model.custom_chat_template": unless(None, "model.chat_template"),
+    "model.tokenizer_path": unless(None, "model.tokenizer"),
+    "model.lora_rank": _off_is_needless("no adapters", "adapters are not built yet"),
+    # ---- verl: actor
+    "actor.strategy": words("actor.backend", _BACKENDS, _NO_BACKEND),
+    "actor.clip_ratio": _clip,
+    "actor.grad_clip": to("actor.optim.clip_grad"),
+    "actor.use_dynamic_bsz": needless("a token budget (max_tokens_per_device) is what switches it on"),
+    "actor.ppo_micro_batch_size": left("rows over all devices; set actor.micro_batch_size_per_device"),
+    "actor.ppo_micro_batch_size_per_gpu": _micro_rows("actor", "actor.use_dynamic_bsz"),
+    "actor.ppo_max_token_len_per_gpu": _tokens("actor", "actor.use_dynamic_bsz"),
+    "actor.shuffle": needless("mini-batches are cut in the order of the batch"),
+    "actor.optim.lr_warmup_steps": unless(-1, "actor.optim.lr_warmup_steps"),
+    "actor.optim.lr_warmup_steps_ratio": _off_is_needless(
+        "no warm-up", "rlctl counts warm-up in steps: set actor.optim.lr_warmup_steps"
+    ),
+    "actor.optim.total_training_steps": unless(-1, "actor.optim.total_training_steps"),
+    "actor.fsdp_config.param_offload": to("actor.engine.param_offload"),
+    "actor.fsdp_config.optimizer_offload": to("actor.engine.optimizer_offload"),
+    "actor.fsdp_config.reshard_after_forward": to("actor.engine.reshard_after_forward"),
+    "actor.fsdp_config.fsdp_size": unless(-1, "actor.parallel.dp_shard"),
+    "actor.fsdp_config.model_dtype": words(
+        "model.dtype",
+        {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "float32": "float32", "bfloat16": "bfloat16"},
+        "set model.dtype",
+    ),
+    # ---- verl: reference
+    "ref.strategy": words("ref.backend", _BACKENDS, _NO_BACKEND),
+    "ref.log_prob_use_dynamic_bsz": needless("a token budget (max_tokens_per_device) is what switches it on"),
+    "ref.log_prob_micro_batch_size_per_gpu": _micro_rows("ref", "ref.log_prob_use_dynamic_bsz"),
+    "ref.log_prob_max_token_len_per_gpu": _tokens("ref", "ref.log_prob_use_dynamic_bsz"),
+    "ref.fsdp_config.param_offload": to("ref.engine.param_offload"),
+    "ref.fsdp_config.reshard_after_forward": to("ref.engine.reshard_after_forward"),
+    # ---- verl: rollout
+    "rollout.name": words("rollout.backend", {"vllm": "vllm", "hf": "hf", "sglang": "sglang"}, _NO_BACKEND),
+    "rollout.top_k": unless(-1, "rollout.top_k", 0),
+    "rollout.val_kwargs.top_k": unless(-1, "rollout.val_kwargs.top_k", 0),
+    "rollout.val_kwargs.do_sample": lambda value, _: (
+        Left("sampling is on where the temperature is above 0", needless=True)
+        if value
+        else {"rollout.val_kwargs.temperature": 0.0}
+    ),
+    "rollout.do_sample": needless("rollouts are always sampled"),
+    "rollout.mode": needless("the backend decides"),
+    "rollout.prompt_length": to("data.max_prompt_length"),
+    "rollout.response_length": to("data.max_response_length"),
+    "rollout.gpu_memory_utilization": left(_ROLLOUT_OWN),
+    "rollout.free_cache_engine": left(_ROLLOUT_OWN),
+    "rollout.enforce_eager": left(_ROLLOUT_OWN),
+    "rollout.max_num_batched_tokens": left(_ROLLOUT_OWN),
+    "rollout.max_num_seqs": left(_ROLLOUT_OWN),
+    "rollout.max_model_len": left(_ROLLOUT_OWN),
+    "rollout.load_format": needless("weights come from the trainer"),
+    "rollout.log_prob_micro_batch_size_per_gpu": needless("old log-probs are computed under the actor's own bounds"),
+    "rollout.log_prob_max_token_len_per_gpu": needless("old log-probs are computed under the actor's own bounds"),
+    "rollout.log_prob_use_dynamic_bsz": needless("old log-probs are computed under the actor's own bounds"),
+    # ---- verl: algorithm, reward, trainer
+    "algorithm.use_kl_in_reward": _off_is_needless("off by default", "the KL belongs in the loss: actor.use_kl_loss"),
+    "algorithm.gamma": needless("GRPO has no discount"),
+    "algorithm.lam": needless("GRPO has no lambda"),
+    "algorithm.kl_ctrl.kl_coef": needless("counts only with the KL in the reward"),
+    "algorithm.kl_ctrl.type": needless("counts only with the KL in the reward"),
+    "algorithm.kl_penalty": needless("counts only with the KL in the reward"),
+    "custom_reward_function.path": _reward_function,
+    "custom_reward_function.name": _reward_function,
+    "trainer.logger": as_list("trainer.logger"),
+    "trainer.n_gpus_per_node": _processes,
+    "trainer.nnodes": _processes,
+    "trainer.save_freq": unless(-1, "trainer.save_freq", 0),
+    "trainer.test_freq": unless(-1, "trainer.test_freq", 0),
+    "trainer.max_actor_ckpt_to_keep": unless(None, "trainer.max_ckpt_to_keep"),
+    "trainer.default_local_dir": left("give the directory on the command line: --run-dir"),
+    "trainer.critic_warmup": needless(_CRITIC),
+    # ---- TRL, whose configurations are flat
+    "temperature": to("rollout.temperature"),
+    "top_p": to("rollout.top_p"),
+    "top_k": unless(-1, "rollout.top_k", 0),
+    "seed": to("trainer.seed"),
+    "beta": _beta,
+    "epsilon": to("actor.policy_loss.clip_ratio_low", "actor.policy_loss.clip_ratio_high"),
+    "loss_type": words(
+        "actor.loss_agg_mode",
+        {
+            "grpo": "seq-mean-token-mean",
+            "dapo": "token-mean",
+            "bnpo": "token-mean",
+            "dr_grpo": "seq-mean-token-sum-norm",
+        },
+        "set actor.loss_agg_mode",
+    ),
+    "scale_rewards": words(
+        "algorithm.norm_adv_by_std_in_grpo",
+        {True: True, False: False, "group": True, "none": False},
+        "advantages are scaled by the group's deviation or not at all",
+    ),
+    "lr_scheduler_type": to("actor.optim.lr_scheduler_type"),
+    "weight_decay": to("actor.optim.weight_decay"),
+    "gradient_checkpointing": to("actor.engine.activation_checkpointing"),
+    "per_device_train_batch_size": _prompts_a_step,
+    "gradient_accumulation_steps": needless("worked out from data.train_batch_size and the micro-batch bound"),
+    "dataset_name": lambda value, leaves: {
+        "data.train_files": [f"hf:{value}:{leaves.get('dataset_train_split', 'train')}"]
+    },
+    "dataset_train_split": needless("part of data.train_files"),
+    "report_to": as_list("trainer.logger"),
+    "reward_funcs": left("set reward.components: a registered name or path/to/file.py:function"),
+    "output_dir": left("give the directory on the command line: --run-dir"),
+    "logging_steps": needless("every step is logged"),
+    "bf16": left("set model.dtype (master weights) and actor.engine.param_dtype (computation)"),
+    "use_vllm": lambda value, _: {"rollout.backend": "vllm"} if value else Left("hf is the default", needless=True),
+}
+
+SECTIONS: dict[str, Left] = {
+    "critic": Left(_CRITIC, needless=True),
+    "reward_model": Left("reward models are not built yet; functions are: reward.components"),
+    "ray_init": Left("this version runs without Ray", needless=True),
+    "ray_kwargs": Left("this version runs without Ray", needless=True),
+    "transfer_queue": Left("rlctl has no such part", needless=True),
+    "global_profiler": Left("rlctl has no such part"),
+    "hydra": Left("rlctl has no such part", needless=True),
+    "defaults": Left("one file is one run: write the values of those files into this one"),
+}
+"""Whole sections that set nothing."""
