@@ -84,7 +84,7 @@ class _Backend:
 _MEGATRON: Row = {
     "dp_shard": _if("shards optimizer state only (distributed optimizer); weights stay whole on every replica"),
     "dp_replicate": _yes("data parallel replicas"),
-    "tp": _yes("column and row parallel layers", "heads_and_kv_heads_divisible_by_tp"),
+    "tp": _yes("column and row parallel layers", "heads_and_kv_heads_divisible_by_tp & moe_with_tp_needs_sp"),
     "sp": _if("tied to tp: off at tp=1, and that is announced; required for an MoE model with tp", "sp_needs_tp"),
     "pp": _yes("pipeline stages, 1F1B", "layers_divisible_by_stages"),
     "vpp": _if("interleaved stages: needs pp > 1 and layers that divide by pp x vpp", "vpp_needs_pp"),

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+AT = "at"
+"""Type of a link that is no exception but a frame of a process that died or hung."""
 _LONGEST = 2000
 _MOST_LINKS = 20
 
@@ -30,6 +32,8 @@ class Cause:
     @property
     def line(self) -> str:
         """One line for people: ``ImportError: libfoo.so: cannot open shared object file (toy/engine.py:3)``."""
+        if self.type == AT:
+            return f"at {self.message}"
         text = f"{self.type}: {self.message}" if self.message else self.type
         return f"{text} ({self.where})" if self.where else text
 
@@ -74,9 +78,15 @@ def _describe(error: BaseException) -> Cause:
     return Cause(name, message.strip()[:_LONGEST], _where(error), module)
 
 
+def is_own_frame(filename: str) -> bool:
+    """True for the frames through which every plugin is imported: they say nothing about the plugin."""
+    path = filename.replace("\\", "/")
+    return path.endswith(("importlib/__init__.py", "rlctl/declare.py", "rlctl/probing/child.py"))
+
+
 def _where(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen importlib")]
-    frames = [f for f in frames if not f.filename.replace("\\", "/").endswith("importlib/__init__.py")]
+    frames = [f for f in frames if not is_own_frame(f.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

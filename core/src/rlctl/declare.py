@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import pluggy
 
-from rlctl import hookspecs
+from rlctl import constraints, hookspecs
 from rlctl.discovery import Candidate
 from rlctl.errors import PluginError
 from rlctl.records import API_VERSION, BackendSpec
@@ -56,6 +56,7 @@ def declare(candidate: Candidate, manager: pluggy.PluginManager) -> Declared:
             backends = records_of(manager, plugin, "rlctl_backends", BackendSpec)
             for spec in backends:
                 check_api_version(spec, candidate)
+                check_constraints(spec, candidate)
         except BaseException:
             manager.unregister(plugin)
             raise
@@ -144,6 +145,23 @@ def check_api_version(spec: BackendSpec, candidate: Candidate) -> None:
         wanted=f"hook API {API_VERSION[0]}.0 to {API_VERSION[0]}.{API_VERSION[1]}",
         next="pip install --upgrade rlctl-core" if newer else f"pip install --upgrade {candidate.dist}",
     )
+
+
+def check_constraints(spec: BackendSpec, candidate: Candidate) -> None:
+    """Every constraint that a capability names must be one that core can evaluate.
+
+    Raises:
+        PluginError: it names another.
+    """
+    for capability in spec.capabilities:
+        try:
+            constraints.named(capability.constraint)
+        except KeyError as error:
+            raise PluginError(
+                f"backend {spec.name!r} of {candidate.label} names a constraint that does not exist",
+                found=f"{error.args[0]!r} on axis {capability.axis}",
+                wanted="one of " + ", ".join(constraints.CONSTRAINTS),
+            ) from None
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from typing import Any
 
 import pluggy
 
-from rlctl import remedy
+from rlctl import remedy, vetting
 from rlctl.causes import Cause, cause_chain
 from rlctl.declare import Declared, declare, guarded, new_manager, records_of
 from rlctl.discovery import Candidate, claimed_twice, disabled_names, discover, is_disabled
@@ -173,7 +173,13 @@ def load_plugins() -> PluginSet:
     entries: list[PluginEntry] = []
     loaded: list[tuple[str, object]] = []
     candidates, refused = stage_one()
+    vetoed = vetting.vet(candidates)
     for candidate in candidates:
+        if candidate in vetoed:
+            causes = vetting.outcome_causes(vetoed[candidate], vetting.TIMEOUT_S)
+            mend = (vetoed[candidate].result or {}).get("next")
+            entries.append(declaration_failed(candidate, causes, mend))
+            continue
         result = guarded(lambda c=candidate: declare(c, manager))
         if isinstance(result, Declared):
             entries.append(stage_three(candidate, result.backends, result.output))

@@ -71,7 +71,7 @@ class Capability:
         model_type: the head this cell speaks of.
         device: device type, ``cpu``, ``cuda`` or ``npu``.
         vendor: narrower than the device, or None for every vendor.
-        constraint: name of a predicate in :mod:`rlctl.capabilities` that a topology must satisfy, or None.
+        constraint: names of predicates in :mod:`rlctl.constraints` that a topology must satisfy (``a & b``), or None.
     """
 
     axis: Axis
@@ -96,7 +96,8 @@ class BackendSpec:
         model_types: heads it has.
         devices: (device, vendor) pairs it answers; vendor None stands for every vendor.
         capabilities: its cells of the matrix.
-        requirements: PEP 508 strings of its real requirements, compared with what is installed.
+        requirements: PEP 508 strings of its real requirements, compared with what is installed; ``a>=1 | b>=1`` holds
+            when one of them does.
         imports: modules whose import proves that its libraries load, in order.
         install_hint: the command that installs it.
         aliases: further names that reach it, with a one-line notice.

@@ -79,20 +79,28 @@ def for_import(candidate: Candidate, causes: Sequence[Cause], requirements: Sequ
         causes: the whole chain; the innermost link that a rule knows decides.
         requirements: the backend's PEP 508 strings, so that the command asks for a version that fits.
     """
+    mend = for_library(causes, requirements, own=_top(candidate.target))
+    if mend:
+        return mend
+    return reinstall(candidate) if _missing_module(causes) else upgrade(candidate)
+
+
+def for_library(causes: Sequence[Cause], requirements: Sequence[str] = (), own: str = "") -> str:
+    """What mends a library that does not import; empty when no rule knows.
+
+    Args:
+        own: top-level package of the importer, whose own missing modules are no missing library.
+    """
     for cause in reversed(causes):
         for pattern, mend in _LIBRARIES:
             if re.search(pattern, cause.message):
                 return mend
     missing = _missing_module(causes)
-    if missing and _top(missing) != _top(candidate.target):
+    if missing and _top(missing) != own:
         dist = _IMPORT_TO_DIST.get(_top(missing), _top(missing))
         return pip_install(_with_version(dist, requirements))
-    if missing:
-        return reinstall(candidate)
-    library = _broken_library(causes)
-    if library is not None:
-        return f"pip install --force-reinstall {library}"
-    return upgrade(candidate)
+    library = None if missing else _broken_library(causes)
+    return f"pip install --force-reinstall {library}" if library else ""
 
 
 def _missing_module(causes: Sequence[Cause]) -> str | None:

@@ -88,6 +88,18 @@ def installed_version(name: str) -> str | None:
         return None
 
 
+def required_dist(text: str) -> str | None:
+    """The installed distribution that a requirement (or one of its alternatives) names, or None."""
+    for part in text.split("|"):
+        try:
+            name = Requirement(part.strip()).name
+        except InvalidRequirement:
+            continue
+        if installed_version(name) is not None:
+            return name
+    return None
+
+
 def pip_install(*requirements: str) -> str:
     """The ``pip install`` command for PEP 508 strings, quoted for a shell."""
     import shlex

@@ -1,0 +1,151 @@
+"""`rlctl capabilities`: the matrix of backends and axes, with the reason and the evidence of each cell."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rlctl.capabilities import Cell
+
+_WORD = {"supported": "yes", "conditional": "if", "unsupported": "no", "not_applicable": "-"}
+_STYLE = {"supported": "green", "conditional": "yellow", "unsupported": "red", "not_applicable": "dim"}
+_STATE = {
+    "installed": "",
+    "broken": "not usable here",
+    "released": "not installed",
+    "planned": "not built (plugin not released)",
+    "not_built": "not built",
+}
+_PROVED = ("parity", "end_to_end")
+
+
+@click.command()
+@click.option("--backend", "backends", multiple=True, metavar="NAME", help="Show one backend in full (repeatable).")
+@click.option("--device", metavar="TYPE", help="Only cells of this device type (cpu, cuda, npu).")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def capabilities(backends: tuple[str, ...], device: str | None, as_json: bool) -> None:
+    """Show what each backend can do on each parallel axis, why not, and what proved it.
+
+    Evidence, lowest to highest: declared, importable, buildable, parity (against one process), end_to_end. A record holds
+    for its versions, device and topology; elsewhere it is stale.
+    """
+    from rlctl.capabilities import matrix
+    from rlctl.evidence import load_evidence
+    from rlctl.plugins import load_plugins
+
+    plugins = load_plugins()
+    book = load_evidence(plugins.entries)
+    cells = [c for c in matrix(plugins, book, backends) if device in (None, c.device)]
+    if as_json:
+        from rlctl_cli.output import emit_json
+
+        emit_json({"cells": [c.to_json() for c in cells], "problems": list(book.problems)})
+        return
+    from rlctl_cli.output import console
+
+    out = console()
+    groups = _groups(cells)
+    if not backends:
+        _print_overview(groups, cells, out)
+    shown = [g for g in groups if backends or g[0].state in ("installed", "broken")]
+    for group in shown:
+        _print_group(group, cells, out)
+    for problem in book.problems:
+        click.echo(f"evidence left out: {problem}", err=True)
+    if not backends:
+        click.echo("Reasons of the others: rlctl capabilities --backend NAME")
+
+
+def _groups(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """Cells of one backend and head, devices with equal cells merged; each group has one cell an axis."""
+    rows: dict[tuple, list[Cell]] = {}
+    for cell in cells:
+        rows.setdefault((cell.backend, cell.dist, cell.model_type, cell.device, cell.vendor), []).append(cell)
+    merged: dict[tuple, list[Cell]] = {}
+    for row in rows.values():
+        merged.setdefault((row[0].backend, row[0].dist, _facts(row)), row)
+    return list(merged.values())
+
+
+def _facts(row: Iterable[Cell]) -> str:
+    """Everything that a row says, without the device and head that it is about."""
+    return json.dumps([[c.axis, c.support, c.reason, c.evidence.to_json()] for c in row])
+
+
+def _places(group: Sequence[Cell], cells: Iterable[Cell]) -> tuple[str, str]:
+    """The heads and devices that a merged group stands for."""
+    first = group[0]
+    facts = _facts(group)
+    same: dict[tuple[str, str, str | None], list[Cell]] = {}
+    for cell in cells:
+        if (cell.backend, cell.dist) == (first.backend, first.dist):
+            same.setdefault((cell.model_type, cell.device, cell.vendor), []).append(cell)
+    mine = [key for key, row in same.items() if _facts(row) == facts]
+    heads = ", ".join(dict.fromkeys(k[0] for k in mine))
+    return heads, ", ".join(dict.fromkeys(k[1] if k[2] is None else f"{k[1]}/{k[2]}" for k in mine))
+
+
+def _print_overview(groups: Sequence[Sequence[Cell]], cells: Sequence[Cell], out: Console) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("backend", "kind", "heads and devices", box=None, pad_edge=False, header_style="bold")
+    for axis in dict.fromkeys(c.axis for c in cells):
+        table.add_column(str(axis))
+    table.add_column("state")
+    for group in groups:
+        first = group[0]
+        words = [Text(_WORD[c.support] + _mark(c), style=_STYLE[c.support]) for c in group]
+        places = ": ".join(_places(group, cells)).replace("language_model", "lm").replace("value_model", "value")
+        table.add_row(Text(first.backend), first.kind, Text(places), *words, Text(_STATE[first.state]))
+    out.print(table)
+    out.print(
+        Text(
+            "yes, if (on a condition), no, - (does not apply); * proved here by parity or end to end, ~ proof is stale\n"
+        )
+    )
+
+
+def _mark(cell: Cell) -> str:
+    if cell.evidence.level not in _PROVED:
+        return ""
+    return "~" if cell.evidence.stale else "*"
+
+
+def _print_group(group: Sequence[Cell], cells: Sequence[Cell], out: Console) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    first = group[0]
+    heads, devices = _places(group, cells)
+    state = f", {_STATE[first.state]}" if _STATE[first.state] else ""
+    out.print(Text(f"{first.backend} ({first.dist or 'no plugin'}{state}): {heads} on {devices}", style="bold"))
+    table = Table("axis", "support", "evidence", "reason", box=None, pad_edge=False, header_style="dim")
+    for cell in group:
+        support = Text(str(cell.support).replace("_", " "), style=_STYLE[cell.support])
+        table.add_row(str(cell.axis), support, Text(_evidence(cell)), Text(cell.reason))
+    out.print(table)
+    out.print()
+
+
+def _evidence(cell: Cell) -> str:
+    from rlctl.evidence import axes_words
+
+    if cell.support in ("unsupported", "not_applicable"):
+        return ""
+    found = cell.evidence
+    text = str(found.level).replace("_", " ")
+    if found.proof is not None and found.level in _PROVED:
+        record = found.proof.record
+        text += f" ({axes_words(record.axes)}, {record.model_family}, {record.device})"
+    if found.stale:
+        text += f", stale: {found.reasons[0]}"
+    if found.simulated:
+        text += f", {found.simulated} simulated"
+    return text
