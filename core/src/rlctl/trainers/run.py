@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlctl import device as devices
 from rlctl.batch import save_batch
 from rlctl.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from rlctl.config.load import ResolvedConfig
@@ -72,15 +70,7 @@ class Runner:
     def _open_run(self, run_dir: Path | None, resume: Path | None) -> RunDirectory:
         if resume is not None:
             return RunDirectory.open(resume)
-        device = self.context.device
-        manifest = build_manifest(
-            self.config,
-            source=self.resolved.source,
-            base_dir=self.resolved.base_dir,
-            argv=["rlctl", *sys.argv[1:]],
-            device={"type": device.type, "vendor": device.vendor, "name": devices.device_name(device)},
-            origins=self.resolved.origins,
-        )
+        manifest = build_manifest(self.resolved, self.plugins, device=self.context.device)
         text = self.resolved.to_yaml()
         if run_dir is not None:
             if run_dir.exists():
@@ -89,7 +79,7 @@ class Runner:
                     wanted="a new directory",
                     next=f"rlctl train --resume {run_dir}, or another --run-dir",
                 )
-            return RunDirectory.create(run_dir.parent, run_dir.name, text, manifest, stamp=False)
+            return RunDirectory.create(run_dir.parent, run_dir.name, text, manifest, exact=True)
         return RunDirectory.create(None, setup.run_name(self.resolved), text, manifest)
 
     # ---- building ---------------------------------------------------------------------------------------------
@@ -100,7 +90,9 @@ class Runner:
             tokenizer = load_tokenizer(model)
             encoder = PromptEncoder(tokenizer, config.data)
             train_rows, val_rows = load_rows(config.data, "train"), load_rows(config.data, "val")
-            sampler = BatchSampler(len(train_rows), config.data.train_batch_size, config.data.shuffle, config.trainer.seed)
+            sampler = BatchSampler(
+                len(train_rows), config.data.train_batch_size, config.data.shuffle, config.trainer.seed
+            )
         self.tokenizer, self.model = tokenizer, model
         self.total_steps = setup.schedule_length(config, len(train_rows))
         longest = config.data.max_prompt_length + config.data.max_response_length
@@ -129,7 +121,12 @@ class Runner:
         if config.actor.use_kl_loss:
             ref = config.ref
             engine = setup.build_train_engine(
-                context, ref, model, name="ref", optim=None, backend=ref.backend or config.actor.backend,
+                context,
+                ref,
+                model,
+                name="ref",
+                optim=None,
+                backend=ref.backend or config.actor.backend,
                 engine_section=ref.engine or config.actor.engine,
             )
             self.engines["ref"] = engine
@@ -138,15 +135,17 @@ class Runner:
         comparable = config.rollout.top_p == 1.0 and config.rollout.top_k == 0
         guards = config.guards
         actor_role = ActorRole(
-            actor, config.actor, plan, config.data.max_response_length, guards.nonfinite_step_budget,
+            actor,
+            config.actor,
+            plan,
+            config.data.max_response_length,
+            guards.nonfinite_step_budget,
             check_rollout=guards.rollout_logprob_check and comparable,
         )
         rollout_role = RolloutRole(
             rollout, config.rollout, config.data.max_response_length, verify_sync=guards.weight_fingerprint
         )
-        return RLTrainer(
-            context, actor_role, rollout_role, reference, encoder, scorer, sampler, train_rows, val_rows
-        )
+        return RLTrainer(context, actor_role, rollout_role, reference, encoder, scorer, sampler, train_rows, val_rows)
 
     # ---- the run ----------------------------------------------------------------------------------------------
     def execute(self) -> RunResult:
@@ -154,7 +153,9 @@ class Runner:
         result = RunResult(self.run.path, 0)
         try:
             trainer = self._build()
-            self.run.update_manifest(engines=setup.describe_engines(self.engines), total_training_steps=self.total_steps)
+            self.run.update_manifest(
+                engines=setup.describe_engines(self.engines), total_training_steps=self.total_steps
+            )
             self._loop(trainer, result)
         except KeyboardInterrupt:
             self.run.finish("interrupted", last_step=result.steps)
@@ -238,7 +239,11 @@ class Runner:
 
     def _export(self, dest: Path) -> None:
         write_hf_directory(
-            self.engines["actor"].export_weights(None), model=self.model, tokenizer=self.tokenizer, dest=dest, dtype=None
+            self.engines["actor"].export_weights(None),
+            model=self.model,
+            tokenizer=self.tokenizer,
+            dest=dest,
+            dtype=None,
         )
 
     def _save(self, trainer: RLTrainer | SFTTrainer, step: int) -> None:

@@ -71,9 +71,16 @@ def prepare_model(context: Context) -> ModelConfig:
     return resolve_model_source(context.config.model, notice=context.reporter.message)
 
 
-def _engine(context: Context, name: str, kind: BackendKind, role: str, section: Mapping[str, Any]) -> tuple[Engine, dict[str, Any]]:
+def _engine(
+    context: Context, name: str, kind: BackendKind, role: str, section: Mapping[str, Any]
+) -> tuple[Engine, dict[str, Any]]:
     record = registry.resolve_backend(
-        context.plugins, name, kind, ModelType.LANGUAGE_MODEL, context.device.type, context.device.vendor,
+        context.plugins,
+        name,
+        kind,
+        ModelType.LANGUAGE_MODEL,
+        context.device.type,
+        context.device.vendor,
         notice=context.reporter.message,
     )
     settings = {**section, "device": context.device.type}
@@ -92,7 +99,11 @@ def build_train_engine(
 ) -> Engine:
     """Build a training engine for the role called ``name``; without ``optim`` it is forward-only."""
     engine, settings = _engine(
-        context, backend or role.backend, BackendKind.TRAIN, name, role.engine if engine_section is None else engine_section
+        context,
+        backend or role.backend,
+        BackendKind.TRAIN,
+        name,
+        role.engine if engine_section is None else engine_section,
     )
     seed = context.config.trainer.seed
     engine.build(
