@@ -18,7 +18,9 @@ import click
 @click.option("--data", help="Training file, or a directory with train and test files (data.train_files).")
 @click.option("--nproc", type=click.IntRange(min=1), help="Processes (trainer.nproc).")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Directory of this run; must not exist yet.")
-@click.option("--resume", metavar="RUN", help="Continue a run (path, name, unique prefix, or last) from its last checkpoint.")
+@click.option(
+    "--resume", metavar="RUN", help="Continue a run (path, name, unique prefix, or last) from its last checkpoint."
+)
 @click.option("--dry-run", is_flag=True, help="Resolve and check everything, then stop before the model is loaded.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress, only the result.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object on stdout.")
@@ -39,9 +41,9 @@ def train(
     rlctl train my.yaml actor.optim.lr=1e-5 --model ./my-model
     rlctl train --resume last
     """
-    from rlctl.config.load import load_config
     from rlctl.errors import UsageError
     from rlctl.plugins import load_plugins
+    from rlctl.records import BackendKind
 
     def notice(text: str) -> None:
         click.echo(text, err=True)
@@ -56,19 +58,22 @@ def train(
         if source is not None:
             raise UsageError("--resume takes its configuration from the run", found=source, wanted="no RECIPE or FILE")
         source = str(resume_path / "config.yaml")
+    from rlctl.registry import require_backend
+
+    plugins = load_plugins()
+    if flags.get("backend"):
+        # Before anything else, and before a missing recipe: a backend that cannot answer is the first thing to say.
+        require_backend(flags["backend"], BackendKind.TRAIN, plugins)
     if source is None:
-        # Without a recipe, a backend that cannot answer is still the first thing to say.
-        if flags.get("backend"):
-            _require(flags["backend"])
         raise UsageError(
-            "rlctl train needs a recipe or a YAML file", wanted="for example: rlctl train quickstart", next="rlctl recipes"
+            "rlctl train needs a recipe or a YAML file",
+            wanted="for example: rlctl train quickstart",
+            next="rlctl recipes",
         )
     given = {name: value for name, value in flags.items() if value is not None}
-    if flags.get("backend"):
-        _require(flags["backend"])
-    plugins = load_plugins()
+    from rlctl.config.load import load_config
+
     resolved = load_config(source, overrides, given, plugins, notice)
-    _require(resolved.config.actor.backend)
     if dry_run:
         click.echo(f"configuration of {resolved.source} is complete: nothing was started", err=True)
         return
@@ -87,12 +92,3 @@ def train(
         emit_json(summary(result))
     else:
         print_summary(result)
-
-
-def _require(backend: str) -> None:
-    from rlctl.plugins import load_plugins
-    from rlctl.records import BackendKind
-    from rlctl.registry import require_backend
-
-    require_backend(backend, BackendKind.TRAIN, load_plugins())
-

@@ -74,9 +74,7 @@ class ActorRole:
     def _weighted(self, batch: PackedBatch, rows: list[int], keep: set[int]) -> PackedBatch:
         """The mini-batch ``rows``, weighted as a whole, less the rows without a gradient."""
         mini = batch.select(rows)
-        weights = item_weights(
-            mini, self.config.loss_agg_mode, reduce=self.engine.reduce, norm_length=self.norm_length
-        )
+        weights = item_weights(mini, self.config.loss_agg_mode, reduce=self.engine.reduce, norm_length=self.norm_length)
         mini = mini.with_items(item_weight=weights)
         kept = [i for i, row in enumerate(rows) if row in keep]
         if not kept:
