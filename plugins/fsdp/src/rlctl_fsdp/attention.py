@@ -235,11 +235,14 @@ def _per_length(
         raise PackedAttentionError(
             "row boundaries do not cover the packed sequence", found=f"{bounds[0]} to {bounds[-1]}", wanted=f"0 to {num_tokens}"
         )  # fmt: skip
-    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [N, heads, E]
+    groups = _length_groups(bounds)
+    sizes = [last - first for first, last, _, _ in groups]
+    # One split a tensor, not one slice a group: the gradient of a slice is a whole tensor of zeros.
+    parts = zip(*(t[0].transpose(0, 1).split(sizes) for t in (query, key, value)), strict=True)  # [B * L, heads, E]
     outputs = []
-    for first, last, rows, length in _length_groups(bounds):
-        qb, kb, vb = (t[first:last].unflatten(0, (rows, length)).transpose(1, 2) for t in (q, k, v))  # [B, heads, L, E]
-        mask = _window_mask(length, sliding_window, q.device)
+    for (_, _, rows, length), part in zip(groups, parts, strict=True):
+        qb, kb, vb = (t.unflatten(0, (rows, length)).transpose(1, 2) for t in part)  # [B, heads, L, E]
+        mask = _window_mask(length, sliding_window, query.device)
         if softcap is not None:
             out = _capped_attention(qb, kb, vb, mask, dropout, scaling, softcap)
         else:
