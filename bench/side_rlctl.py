@@ -39,7 +39,7 @@ def main() -> None:
         "actor": {
             "optim": {"lr": work["lr"], "betas": [0.9, 0.95], "weight_decay": 0.0},
             "max_tokens_per_device": work["max_tokens_per_device"],
-            "engine": {"compute_dtype": dtype},
+            "engine": {"param_dtype": dtype},
         },
         "rollout": {"n": work["samples"]},
         "reward": {"components": [{"name": f"{reward_source()}:reward", "args": {"chat": work["chat"]}}]},
