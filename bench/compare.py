@@ -63,7 +63,8 @@ def main() -> None:
             for a, b in zip(results["rlctl"], results["trl"], strict=True)
         ]
         print(
-            f"\n{name}: {args.dtype}, {args.threads} threads, malloc settings {'on' if args.malloc else 'off'}, {args.pairs} alternating pairs"
+            f"\n{name}: {args.dtype}, {args.threads} threads, malloc settings {'on' if args.malloc else 'off'}, "
+            f"{args.pairs} alternating pairs"
         )
         print(f"{'':8}{'s/step':>10}{'samples/s':>12}{'tokens/s':>12}{'peak GB':>10}{'start to end of step 1':>26}")
         for side, row in rows.items():
