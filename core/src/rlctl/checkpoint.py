@@ -106,7 +106,7 @@ def latest_checkpoint(
     """
     notice = notice or logging.getLogger("rlctl").warning
     skipped: list[str] = []
-    for step, candidate in reversed(_list(path)):
+    for step, candidate in reversed(list_checkpoints(path)):
         problem = find_damage(candidate, deep=deep)
         if problem is None:
             return Checkpoint(candidate, step, _read_manifest(candidate), tuple(skipped))
@@ -153,8 +153,8 @@ def find_damage(checkpoint: Path, *, deep: bool = True) -> str | None:
     return None
 
 
-def _list(path: Path) -> list[tuple[int, Path]]:
-    """(step, directory), oldest first."""
+def list_checkpoints(path: Path) -> list[tuple[int, Path]]:
+    """(step, directory) of every checkpoint, complete or not, oldest first; ``path`` as for :func:`latest_checkpoint`."""
     if match := _NAME.fullmatch(path.name):
         return [(int(match[1]), path)] if path.is_dir() else []
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
@@ -178,7 +178,7 @@ def _read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 def _prune(root: Path, step: int, keep: int) -> None:
     """Delete checkpoints older than the ``keep`` newest complete ones up to ``step``. Damaged ones count for nothing."""
-    older = [(s, p) for s, p in _list(root) if s < step]
+    older = [(s, p) for s, p in list_checkpoints(root) if s < step]
     kept = 1
     for _, path in reversed(older):
         if kept < keep and find_damage(path, deep=False) is None:

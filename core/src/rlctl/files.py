@@ -67,11 +67,15 @@ def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         file.write(text.encode())
 
 
-def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The JSON objects of ``path`` and the number of lines that are none (torn or damaged); a missing file is empty."""
+def read_lines(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
+    """The JSON objects of ``path`` and the number of lines that are none (torn or damaged); a missing file is empty.
+
+    Args:
+        start: byte to start at; the line it falls into is left out.
+    """
     rows: list[dict[str, Any]] = []
     damaged = 0
-    for line in _raw_lines(path):
+    for line in _raw_lines(path, start):
         row = _object(line)
         if row is None:
             damaged += bool(line.strip())
@@ -154,10 +158,13 @@ def publish_directory(beside: Path, target: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _raw_lines(path: Path) -> Iterator[bytes]:
+def _raw_lines(path: Path, start: int = 0) -> Iterator[bytes]:
     if not path.exists():
         return
     with path.open("rb") as file:
+        if start:
+            file.seek(start)
+            file.readline()
         yield from file
 
 

@@ -59,6 +59,16 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+def seconds_since(moment: object) -> float | None:
+    """Seconds from a time that :func:`now` wrote until now; None for anything else."""
+    if not isinstance(moment, str):
+        return None
+    try:
+        return round((datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds(), 3)
+    except (ValueError, TypeError):  # no time, or one without a zone
+        return None
+
+
 def redact(argv: Sequence[str]) -> list[str]:
     """``argv`` with everything that looks like a credential replaced.
 

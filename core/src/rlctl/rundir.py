@@ -15,13 +15,12 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from rlctl import files
 from rlctl.errors import CheckpointError
-from rlctl.manifest import now, process_is_alive, process_record
+from rlctl.manifest import now, process_is_alive, process_record, seconds_since
 from rlctl.tracking.reader import STEP, last_values
 
 STATUSES = ("running", "done", "failed", "interrupted")
@@ -158,13 +157,9 @@ class RunDirectory:
     def finish(self, status: str, **values: Any) -> None:
         """Write the end of the run: status, time, and the last value of each metric (unless ``metrics`` is given)."""
         assert status in STATUSES, status
-        ended = now()
-        manifest = self.manifest()
-        seconds = None
-        if isinstance(started := manifest.get("started"), str):
-            seconds = round((datetime.fromisoformat(ended) - datetime.fromisoformat(started)).total_seconds(), 3)
         values.setdefault("metrics", last_values(self.metrics_path))
-        self.update_manifest(status=status, ended=ended, duration_s=seconds, **values)
+        seconds = seconds_since(self.manifest().get("started"))
+        self.update_manifest(status=status, ended=now(), duration_s=seconds, **values)
 
     def status(self) -> str:
         """Status in the manifest; ``died`` for a run that says ``running`` but whose process on this host is gone."""
@@ -197,7 +192,7 @@ class RunDirectory:
                 os.rename(path, aside)
                 moved.append(aside)
         resumes = [*self.manifest().get("resumes", []), {"step": step, "time": now()}]
-        self.update_manifest(status="running", ended=None, process=process_record(), resumes=resumes)
+        self.update_manifest(status="running", ended=None, metrics={}, process=process_record(), resumes=resumes)
         return [path for path in moved if path is not None]
 
 

@@ -39,6 +39,14 @@ HEADLINES: tuple[Headline, ...] = (
 )
 
 
+def style_of(name: str) -> str:
+    """How the values of a metric are written: as its headline says, durations as seconds, anything else as a small number."""
+    for headline in HEADLINES:
+        if name in headline.names:
+            return headline.style
+    return "seconds" if name.startswith("timing_s/") else "small"
+
+
 def pick(metrics: Mapping[str, float], headline: Headline) -> float | None:
     """The headline's value in ``metrics``, or None."""
     for name in headline.names:
@@ -65,6 +73,8 @@ def write_number(value: float | None, style: str) -> str:
         return f"{value:.0f}"
     if style == "seconds":
         return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
+    if abs(value) >= 1000:
+        return f"{value:.0f}"
     return f"{value:.4f}" if 1e-3 <= abs(value) < 10 else f"{value:.3g}"
 
 
