@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -52,6 +52,8 @@ def check(
             return (None if problems else result), problems
         taken_away = False
         for fault in faults:
+            if _emptied(fault, faults):
+                continue
             loc = (*prefix, *_real_loc(fault["loc"], tree))
             for problem, names, places in _problems(fault, loc, document, engines, hint, model, len(prefix)):
                 if not _consequence(fault, problem, removed):
@@ -78,6 +80,12 @@ def _real_loc(loc: tuple[str | int, ...], tree: Any) -> Loc:
             out.append(part)
             here = here[part] if 0 <= part < len(here) else None
     return tuple(out)
+
+
+def _emptied(fault: Any, faults: Sequence[Any]) -> bool:
+    """True for a list that is too short only because its wrong items were not counted."""
+    where = fault["loc"]
+    return fault["type"] == "too_short" and any(o["loc"][: len(where)] == where != o["loc"] for o in faults)
 
 
 def _consequence(fault: Any, problem: Problem, removed: set[str]) -> bool:
@@ -160,12 +168,12 @@ def _problem(
         advice = for_choice(found, choices)
     elif found is None and want.startswith("a section"):
         advice = f"write {loc[-1]}: {{}} or take the line out"
+    elif want.startswith("a list") and isinstance(found, (str, int, float)) and not isinstance(found, bool):
+        advice = f"write {loc[-1]}: [{describe(found) if not isinstance(found, str) else found[:60]}]"
     elif isinstance(found, str) and section_at(loc[depth:], engines, model) is None:
         advice = _text_advice(found, want)
     elif isinstance(found, (int, float)) and "text" in want:
         advice = f"put it in quotes: {loc[-1]}: '{describe(found)}'"
-    elif want.startswith("a list") and not isinstance(found, (dict, list)) and found is not None:
-        advice = f"write {loc[-1]}: [{found}]"
     return Problem(path, str(origin), "", describe(found), want, advice or _place(document, loc)), {path}
 
 

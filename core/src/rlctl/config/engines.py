@@ -195,10 +195,7 @@ def _engine_section(
     document: Document, role: str, spec: BackendSpec, model: type[BaseModel], plugins: PluginSet, out: Engines
 ) -> None:
     loc: Loc = (role, "engine")
-    section = document.get(loc)
-    if section is None:
-        section = {}
-    if not isinstance(section, dict):
+    if not isinstance(document.get(loc, {}), dict):
         return  # the schema says what it wants there
 
     def hint(place: Loc, key: str) -> tuple[str, list[str]]:

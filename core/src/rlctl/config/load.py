@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.config.check import check
-from rlctl.config.document import Document, dotted, leaves
+from rlctl.config.document import dotted, leaves
 from rlctl.config.engines import resolve_engines
+from rlctl.config.names import name_problems
 from rlctl.config.overrides import apply_flags, apply_overrides
 from rlctl.config.paths import resolve_paths
 from rlctl.config.problems import InvalidConfigError, Problem
@@ -75,50 +76,26 @@ def load_config(
     place = find_source(source, plugins)
     document, problems = parse(read(place.path, place.label), place.label)
     base_dir = place.path.parent.absolute()
-    return finish(
-        document,
-        problems,
-        overrides,
-        flags or {},
-        plugins,
-        tell,
-        base_dir,
-        place.name if place.path.name == place.label else source,
-    )
-
-
-def finish(
-    document: Document,
-    problems: list[Problem],
-    overrides: Sequence[str],
-    flags: Mapping[str, Any],
-    plugins: PluginSet,
-    notice: Callable[[str], None],
-    base_dir: Path,
-    source: str,
-) -> ResolvedConfig:
-    """Everything after reading: merge, complete, check.
-
-    Raises:
-        InvalidConfigError, BackendUnavailableError: as :func:`load_config`.
-    """
-    notices = apply_flags(document, flags, problems)
+    notices = apply_flags(document, flags or {}, problems)
     apply_overrides(document, overrides, problems)
-    problems += resolve_paths(document, base_dir, notice)
-    engines = resolve_engines(document, plugins, notice)
+    problems += resolve_paths(document, base_dir, tell)
+    problems += name_problems(document, plugins)
+    engines = resolve_engines(document, plugins, tell)
     config, faults = check(RunConfig, document, engines=engines.models)
+    # What the reference takes from the actor is at fault there, and was reported there.
     problems += [fault for fault in faults if not fault.origin.startswith("as actor.")]
     problems += engines.problems
     if problems or config is None:
-        raise _error(source, problems)
+        raise _error(place.name, problems)
     for line in notices:
-        notice(line)
+        tell(line)
     values = config.model_dump(mode="json")
     origins = {dotted(loc): str(document.leaf_origin(loc)) for loc, _ in leaves(values)}
-    return ResolvedConfig(config, origins, base_dir, source)
+    return ResolvedConfig(config, origins, base_dir, place.name)
 
 
 def _error(source: str, problems: Sequence[Problem]) -> Exception:
+    assert problems, "a configuration was refused without a reason"
     unique = list({(problem.path, str(problem)): problem for problem in problems}.values())
     if len(unique) == 1 and unique[0].error is not None:
         # The other part of rlctl has said it best: a backend that is not installed shows its install command.

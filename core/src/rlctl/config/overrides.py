@@ -12,7 +12,7 @@ from typing import Any
 
 from rlctl.config.document import Document, Loc, Origin, PlaceError, dotted
 from rlctl.config.problems import Problem
-from rlctl.config.schema_paths import accepts_text_list, accepts_text_only, annotation_at, describe
+from rlctl.config.schema_paths import accepts_text_list, accepts_text_only, annotation_at, describe, wanted
 from rlctl.config.yaml_source import parse_value
 from rlctl.errors import ConfigError
 
@@ -92,67 +92,65 @@ def _flag_values(document: Document, name: str, value: Any) -> list[tuple[str, A
 def apply_overrides(document: Document, overrides: Sequence[str], problems: list[Problem]) -> None:
     """Set each ``KEY=VALUE``; what cannot be read becomes a problem and leaves the document as it was."""
     for text in overrides:
-        shown = text if len(text) <= 80 else text[:77] + "..."
-        origin = Origin("override", f"override {shown}")
+        origin = Origin("override", f"override {_shown(text)}")
         key, equals, raw = text.partition("=")
-        loc = parse_key(key.strip())
+        key = key.strip()
+        loc = parse_key(key)
         if not equals:
-            problems.append(
-                Problem(
-                    "",
-                    str(origin),
-                    "no value is given",
-                    hint=f"write {key.strip() or 'KEY'}=VALUE, for example actor.optim.lr=1e-6",
-                )
-            )
+            hint = f"write {_shown(key) or 'KEY'}=VALUE, for example actor.optim.lr=1e-6"
+            problems.append(Problem("", str(origin), "no value is given", hint=hint))
             continue
-        if loc is None or not text.isprintable() or key.lstrip()[:1] in ("+", "~"):
+        if loc is None or isinstance(loc[0], int) or not key.isprintable() or key[:1] in ("+", "~"):
             hint = "write KEY=VALUE with a dotted key, without + or ~ in front, for example actor.optim.lr=1e-6"
-            problems.append(Problem("", str(origin), f"{key.strip()!r} is no dotted key", hint=hint))
+            problems.append(Problem("", str(origin), f"{_shown(key)!r} is no dotted key", hint=hint))
             continue
         loc = _indexed(document, loc)
-        known = annotation_at(loc)
-        value = _value(raw, known, loc, origin, problems)
+        value = _value(raw, annotation_at(loc), loc, origin, problems)
         if value is _UNREADABLE:
             continue
         held = document.origins.get(loc)
         if held is not None and held.kind == "flag" and document.get(loc) != value:
-            problems.append(
-                Problem(
-                    dotted(loc),
-                    str(origin),
-                    f"{held} says {describe(document.get(loc))} and the override says {describe(value)}",
-                    hint="give one of the two",
-                )
-            )
+            what = f"{held} says {describe(document.get(loc))} and the override says {describe(value)}"
+            problems.append(Problem(dotted(loc), str(origin), what, hint="give one of the two"))
             continue
         _set(document, loc, value, origin, problems)
+
+
+def _shown(text: str) -> str:
+    """An argument on one line of bounded length."""
+    text = "".join(char if char.isprintable() else "?" for char in text)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 _UNREADABLE = object()
 
 
 def _value(raw: str, known: Any, loc: Loc, origin: Origin, problems: list[Problem]) -> Any:
+    raw = raw.strip()
+    if known is not None and accepts_text_only(known):
+        return _text(raw, known)
     try:
-        value = parse_value(raw.strip())
+        value = parse_value(raw)
     except ConfigError as error:
-        value = error
-    if known is not None and accepts_text_only(known) and value is not None and not isinstance(value, str):
-        return raw.strip()
-    if isinstance(value, ConfigError):
-        problems.append(
-            Problem(
-                dotted(loc),
-                str(origin),
-                "the value is no YAML",
-                found=value.found or "",
-                hint="put it in quotes: KEY='\"...\"'",
-            )
-        )
+        hint = "put text in quotes: KEY='\"...\"', and a list in brackets: KEY='[a, b]'"
+        problems.append(Problem(dotted(loc), str(origin), "the value is no YAML", error.found or "", hint=hint))
         return _UNREADABLE
     if known is not None and accepts_text_list(known) and isinstance(value, str):
         return [value]
     return value
+
+
+def _text(raw: str, known: Any) -> str | None:
+    """What is typed for a text is the text itself (``123``, ``a: b``, ``x # y``), unless it is null or in quotes."""
+    if raw in ("", "null", "~") and "null" in wanted(known):
+        return None
+    if raw[:1] in ("'", '"'):
+        try:
+            value = parse_value(raw)
+        except ConfigError:
+            return raw
+        return value if isinstance(value, str) else raw
+    return raw
 
 
 def _indexed(document: Document, loc: Loc) -> Loc:
@@ -166,6 +164,12 @@ def _indexed(document: Document, loc: Loc) -> Loc:
 
 
 def _set(document: Document, loc: Loc, value: Any, origin: Origin, problems: list[Problem]) -> None:
+    if not _is_text(value):
+        # Bytes of the command line that are no UTF-8 arrive as lone surrogates.
+        problems.append(
+            Problem(dotted(loc), str(origin), "the value is not UTF-8 text", hint=f"change the {origin.kind}")
+        )
+        return
     try:
         document.set(loc, value, origin)
     except PlaceError as error:
@@ -180,6 +184,14 @@ def _set(document: Document, loc: Loc, value: Any, origin: Origin, problems: lis
                 hint=f"set {dotted(error.loc)} itself, or mend it at {document.origin(error.loc)}",
             )
         )
+
+
+def _is_text(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_text(item) for item in value)
+    if isinstance(value, dict):
+        return all(_is_text(key) and _is_text(item) for key, item in value.items())
+    return not isinstance(value, str) or not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def _loc(path: str) -> Loc:

@@ -25,7 +25,13 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a configuration is read from. ``label`` is how messages name it."""
+    """Where a configuration is read from.
+
+    Args:
+        path: the file.
+        label: how messages name the file, in front of a line number.
+        name: what the user called it: the recipe's name, or the path as it was given.
+    """
 
     path: Path
     label: str
@@ -82,7 +88,7 @@ def find_source(source: str, plugins: PluginSet) -> Source:
             wanted="the path of a YAML file, or the name of a recipe",
             next=f"did you mean {near}?" if near else f"rlctl train {known}" if known else "rlctl recipes",
         )
-    return Source(path, source, path.stem)
+    return Source(path, source, source)
 
 
 def _exists(path: Path) -> bool:

@@ -32,9 +32,6 @@ def for_key(section: Loc, key: str, engines: EngineModels | None = None) -> tupl
     same = _by_distance(section, [loc for loc in paths if loc[-1] == key])
     if same:
         return f"did you mean {_either(same)}?", same
-    whole = nearest(dotted((*section, key)), map(dotted, paths), 0.8)
-    if whole:
-        return f"did you mean {whole}?", [whole]
     close = nearest(key, here)
     if close:
         path = dotted((*section, close))

@@ -81,6 +81,14 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_text(self, data: str) -> yaml.Node:
+        # Outside of double quotes the emitter writes these as they are, and a reader takes them for line ends.
+        style = '"' if any(char in data for char in "\x85\u2028\u2029\ufeff") else None
+        return self.represent_scalar(_TAG + "str", data, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
 
 for _name, _pattern, _first in _IMPLICIT:
     _CoreResolver.add_implicit_resolver(_TAG + _name, _pattern, _first)
@@ -175,7 +183,7 @@ def parse(text: str, label: str) -> tuple[Document, list[Problem]]:
         ) from error
     except yaml.MarkedYAMLError as error:
         raise _syntax_error(error, text, label) from error
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         # A \x or \U escape outside of Unicode: the scanner hands chr() the number without a check.
         raise ConfigError(
             f"{label}: an escape in double quotes is no character",
@@ -212,7 +220,7 @@ def parse_value(text: str) -> Any:
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
         problem = getattr(error, "problem", None) or "no YAML value"
         raise ConfigError("the value cannot be read", found=problem, wanted="a YAML value") from error
     if node is None:
@@ -370,7 +378,10 @@ def _clean(text: str) -> bool:
 
 def _int(text: str) -> int:
     digits = text.replace("_", "")
-    return int(digits, 0) if digits[:2] in ("0o", "0x") else int(digits)
+    value = int(digits, 0) if digits[:2] in ("0o", "0x") else int(digits)
+    if value.bit_length() > 1024:
+        raise ValueError("too long")  # Python refuses to print very long numbers, and nothing here counts so far
+    return value
 
 
 def _float(text: str) -> float:
