@@ -16,6 +16,7 @@ class RolloutRole:
     """A rollout engine and how to sample from it.
 
     Args:
+        stop_token_ids: tokens that end a turn of the chat template, beside the model's own end tokens.
         verify_sync: compare fingerprints after each copy of weights.
         dtype: dtype of a copy, None for the master weights'.
     """
@@ -23,6 +24,7 @@ class RolloutRole:
     engine: Engine
     config: RolloutConfig
     max_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
     verify_sync: bool = True
     dtype: str | None = None
     version: int = 0
@@ -51,6 +53,7 @@ class RolloutRole:
             top_k=cfg.top_k,
             max_tokens=self.max_tokens,
             stop=cfg.stop,
+            stop_token_ids=self.stop_token_ids,
             seed=seed,
         )
         return self.engine.generate(GenerateRequest(prompts, params), on_done)
@@ -67,6 +70,7 @@ class RolloutRole:
             top_k=val.top_k,
             max_tokens=self.max_tokens,
             stop=self.config.stop,
+            stop_token_ids=self.stop_token_ids,
             seed=seed,
         )
         return self.engine.generate(GenerateRequest(prompts, params), on_done)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from rlctl.rundir import RunDirectory
 from rlctl.tracking import build_tracker
 from rlctl.tracking.reporter import Reporter
 from rlctl.trainers import setup
+from rlctl.trainers.prepare import fitting_rows
 from rlctl.trainers.rl import RLTrainer
 from rlctl.trainers.sft import SFTTrainer
 from rlctl.trainers.warm_start import warm_start
@@ -90,14 +92,15 @@ class Runner:
             tokenizer = load_tokenizer(model)
             encoder = PromptEncoder(tokenizer, config.data)
             train_rows, val_rows = load_rows(config.data, "train"), load_rows(config.data, "val")
-            sampler = BatchSampler(
-                len(train_rows), config.data.train_batch_size, config.data.shuffle, config.trainer.seed
-            )
+        sft = config.trainer.type == "sft"
+        fit = partial(fitting_rows, encoder=encoder, data=config.data, sft=sft, reporter=self.reporter)
+        train_rows, val_rows = fit(train_rows, split="train"), fit(val_rows, split="val")
+        sampler = BatchSampler(len(train_rows), config.data.train_batch_size, config.data.shuffle, config.trainer.seed)
         self.tokenizer, self.model = tokenizer, model
         self.total_steps = setup.schedule_length(config, len(train_rows))
         longest = config.data.max_prompt_length + config.data.max_response_length
         plan = setup.token_plan(config.actor, config)
-        if config.trainer.type == "sft":
+        if sft:
             optim = setup.with_schedule(config.actor.optim, self.total_steps)
             engine = setup.build_train_engine(context, config.actor, model, name="actor", optim=optim)
             self.engines["actor"] = engine
@@ -143,7 +146,11 @@ class Runner:
             check_rollout=guards.rollout_logprob_check and comparable,
         )
         rollout_role = RolloutRole(
-            rollout, config.rollout, config.data.max_response_length, verify_sync=guards.weight_fingerprint
+            rollout,
+            config.rollout,
+            config.data.max_response_length,
+            stop_token_ids=encoder.stop_token_ids,
+            verify_sync=guards.weight_fingerprint,
         )
         return RLTrainer(context, actor_role, rollout_role, reference, encoder, scorer, sampler, train_rows, val_rows)
 

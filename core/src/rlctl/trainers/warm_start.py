@@ -54,7 +54,9 @@ def warm_start(
     rollout: RolloutRole | None = None
     if settings.stop_at_score is not None:
         sampling = config.rollout.model_copy(update={"n": 1})
-        rollout = RolloutRole(build_rollout_engine(context, model), sampling, config.data.max_response_length)
+        rollout = RolloutRole(
+            build_rollout_engine(context, model), sampling, config.data.max_response_length, encoder.stop_token_ids
+        )
     log: list[dict[str, Any]] = []
     with context.reporter.phase("warm start (SFT)", settings.steps) as bar:
         for step in range(1, settings.steps + 1):
