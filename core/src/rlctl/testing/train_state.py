@@ -122,7 +122,7 @@ class StateConformance(BackendConformance):
         if self.dropout_model is not None:
             dropping = build(**self.dropout_model)
             dropping.set_mode(True)
-            one, two = (dropping.forward_backward([batch], cross_entropy, forward_only=True)[0] for _ in range(2))
+            one, two = (dropping.forward_backward([batch], cross_entropy, forward_only=False)[0] for _ in range(2))
             assert one.loss != two.loss
             scored = [dropping.infer_batch(batch, WHOLE)["log_probs"] for _ in range(2)]
             assert torch.equal(scored[0], scored[1])

@@ -128,5 +128,5 @@ def _restore_random_state(path: Path, device: torch.device) -> None:
         raise CheckpointError("the random state of this rank is missing", found=f"no {path.name}", wanted=str(path))
     state = load_file(path)
     torch.set_rng_state(state["cpu"])
-    if device.type in state:
+    if device.type != "cpu" and device.type in state:
         torch.get_device_module(device).set_rng_state(state[device.type])
