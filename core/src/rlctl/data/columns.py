@@ -110,7 +110,7 @@ def find_columns(record: Record, mapping: ColumnsConfig, file: str) -> Columns:
         if not _has(values, column):
             near = nearest(column, values)
             raise DataError(
-                f"{file} has no column {column!r}, which data.columns.{name} names.",
+                f"{file} has no column {column!r}, which data.columns.{name} names",
                 found=listing(values),
                 wanted=f"did you mean {near!r}?" if near else "the name of one of these columns",
                 next=f"data.columns.{name}={near or 'COLUMN'}",
@@ -352,7 +352,7 @@ def _no_prompt(values: Mapping[str, Any], file: str) -> None:
     if near and isinstance(values[near], list):
         key = "messages"
     raise DataError(
-        f"{file} has no column that is known to be a prompt.",
+        f"{file} has no column that is known to be a prompt",
         found=listing(values),
         wanted="prompt, question or messages, or a mapping in data.columns"
         + (f"; did you mean {near!r}?" if near else ""),

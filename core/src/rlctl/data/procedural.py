@@ -70,7 +70,7 @@ def _drawer(task: TaskConfig) -> Callable[[random.Random], tuple[str, str]]:
     if known is None:
         near = nearest(task.name, TASKS)
         raise DataError(
-            f"There is no procedural task {task.name!r}.",
+            f"there is no procedural task {task.name!r}",
             found=f"did you mean {near!r}?" if near else None,
             wanted=f"{listing(TASKS)}, or reasoning_gym:NAME",
             next=f"data.task.name={near or 'sort_digits'}",
@@ -91,12 +91,12 @@ def _check_argument(task: str, name: str, value: object, defaults: Mapping[str, 
     if name not in defaults:
         near = nearest(name, defaults)
         raise DataError(
-            f"The task {task} has no argument {name!r}.",
+            f"the task {task} has no argument {name!r}",
             wanted=listing(f"{known} (default {default})" for known, default in defaults.items()),
             next=f"rename {place} to data.task.args.{near}" if near else f"remove {place}",
         )
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 100_000:
-        raise DataError(f"{place} is not usable.", found=repr(value), wanted="an integer from 1 to 100000",
+        raise DataError(f"{place} is not usable", found=repr(value), wanted="an integer from 1 to 100000",
                         next=f"{place}={defaults[name]}")  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def _others(
 
 def _too_few(task: TaskConfig, found: int) -> None:
     raise DataError(
-        f"The task {task.name} has too few different prompts for a validation set apart from training.",
+        f"the task {task.name} has too few different prompts for a validation set apart from training",
         found=f"about {found} different prompts with these arguments",
         wanted=f"data.task.val_size={task.val_size} of them and others for training",
         next=f"data.task.val_size={max(1, found // 4)}, or larger data.task.args",

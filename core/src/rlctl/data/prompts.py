@@ -8,7 +8,7 @@ DataError with the row's name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
@@ -39,12 +39,14 @@ class PromptEncoder:
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if data.apply_chat_template == "always" and not has_template:
             raise DataError(
-                "data.apply_chat_template is always, but the tokenizer has no chat template.",
+                "data.apply_chat_template is always, but the tokenizer has no chat template",
                 next="set model.chat_template, or data.apply_chat_template=auto",
             )
         self.uses_chat_template = has_template and data.apply_chat_template != "never"
         _check_prompt_template(data.prompt_template)
         self._bos = self._leading_ids()
+        self._special_ids = _special_ids(tokenizer)
+        self._stops: tuple[int, ...] | None = None
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -65,12 +67,9 @@ class PromptEncoder:
 
     def prompt_ids_batch(self, rows: Sequence[Row]) -> list[list[int]]:
         """:meth:`prompt_ids` of many rows, faster."""
-        if not rows:
-            return []
-        texts = [self.prompt_text(row) for row in rows]
-        encoded: Any = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        encoded = self._encode_all([self.prompt_text(row) for row in rows])
         lead = self._lead()
-        return [self._checked(row, lead + list(ids)) for row, ids in zip(rows, encoded, strict=True)]
+        return [self._checked(row, lead + ids) for row, ids in zip(rows, encoded, strict=True)]
 
     def sft(self, row: Row) -> tuple[list[int], list[bool]]:
         """(ids, loss_mask) of prompt + response: True exactly on response tokens, the token that ends them included.
@@ -80,19 +79,33 @@ class PromptEncoder:
         Raises:
             DataError: the row has neither, or the chat template breaks the prefix rule.
         """
-        if row.response is None and row.answer is None:
-            raise DataError(
-                f"{row.source} (row {row.index}) has no response to train on.",
-                wanted="a response, completion or answer column, or a chat that ends with an assistant turn",
-                next="data.columns.response=COLUMN, or remove the row",
-            )
-        if self.uses_chat_template:
-            return self._chat_sft(row)
-        return self._raw_sft(row)
+        return self._assemble(row, self._turns(row), {})
+
+    def sft_batch(self, rows: Sequence[Row]) -> list[tuple[list[int], list[bool]]]:
+        """:meth:`sft` of many rows, faster."""
+        turns = [self._turns(row) for row in rows]
+        texts = list({text for row_turns in turns for turn in row_turns for text in turn})
+        known = dict(zip(texts, self._encode_all(texts), strict=True))
+        return [self._assemble(row, row_turns, known) for row, row_turns in zip(rows, turns, strict=True)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a response: the end-of-sequence token, and the one that the chat template puts after an answer.
+
+        A base model's tokenizer may name another end-of-sequence token than its chat template writes.
+        """
+        if self._stops is None:
+            eos: Any = self._tokenizer.eos_token_id
+            stops = set() if eos is None else {int(eos)}
+            if self.uses_chat_template:
+                probe = Row(0, "a probe of the chat template", "Hello", "Hello", None, "probe")
+                stops.add(self.sft(probe)[0][-1])
+            self._stops = tuple(sorted(stops))
+        return self._stops
 
     # ---- messages -------------------------------------------------------------------------------------------------
     def _messages(self, row: Row) -> list[Message]:
@@ -115,7 +128,7 @@ class PromptEncoder:
         user = [message["content"] for message in messages if message["role"] == "user"]
         if len(user) != 1 or len(system) + len(user) != len(messages):
             raise DataError(
-                f"{row.source} (row {row.index}) is a chat of {len(messages)} messages, and no chat template applies.",
+                f"{row.source} (row {row.index}) is a chat of {len(messages)} messages, and no chat template applies",
                 wanted="a tokenizer with a chat template, or rows of one user message",
                 next="set model.chat_template, or use data.apply_chat_template=auto with a chat model's tokenizer",
             )
@@ -126,7 +139,7 @@ class PromptEncoder:
             text: Any = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
         except Exception as error:  # a template is the model author's program: jinja's errors and whatever it raises
             raise DataError(
-                f"The chat template refuses {row.source} (row {row.index}).",
+                f"the chat template refuses {row.source} (row {row.index})",
                 found=f"{type(error).__name__}: {error}",
                 wanted="messages in an order that the template accepts: " + ", ".join(m["role"] for m in messages),
                 next="correct the row, or set model.chat_template",
@@ -137,6 +150,12 @@ class PromptEncoder:
     def _encode(self, text: str) -> list[int]:
         encoded: Any = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return list(encoded)
+
+    def _encode_all(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        encoded: Any = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        return [list(ids) for ids in encoded]
 
     def _lead(self) -> list[int]:
         # A chat template writes its own beginning-of-sequence token.
@@ -154,13 +173,16 @@ class PromptEncoder:
     def _checked(self, row: Row, ids: list[int]) -> list[int]:
         if not ids:
             raise DataError(
-                f"{row.source} (row {row.index}) has a prompt without a single token.", next="remove the row"
+                f"{row.source} (row {row.index}) has a prompt without a single token", next="remove the row"
             )
         return ids
 
-    def _continue(self, ids: list[int], before: str, after: str) -> list[int]:
-        """Ids of ``after``, whose first part ``before`` has the ids ``ids``: those, then the rest."""
-        whole = self._encode(after)
+    def _continue(self, ids: list[int], before: str, after: str, known: Mapping[str, list[int]]) -> list[int]:
+        """Ids of ``after``, whose first part ``before`` has the ids ``ids``: those, then the rest.
+
+        ``known`` holds ids of texts that were encoded before.
+        """
+        whole = known[after] if after in known else self._encode(after)
         if whole[: len(ids)] == ids:
             return whole
         return ids + self._encode(after[len(before) :])
@@ -169,52 +191,66 @@ class PromptEncoder:
         eos: Any = self._tokenizer.eos_token_id
         if eos is None:
             raise DataError(
-                "The tokenizer has no end-of-sequence token, so a response could not end.",
+                "the tokenizer has no end-of-sequence token, so a response could not end",
                 next='add "eos_token" to its tokenizer_config.json',
             )
         return int(eos)
 
     # ---- SFT ------------------------------------------------------------------------------------------------------
-    def _raw_sft(self, row: Row) -> tuple[list[int], list[bool]]:
-        if row.messages is not None and sum(message["role"] == "assistant" for message in row.messages) > 1:
-            self._raw(row, list(row.messages))
-        text = self.prompt_text(row)
-        prompt = self._encode(text)
+    def _turns(self, row: Row) -> list[tuple[str, str]]:
+        """(text up to a response, text with it) of each response of a row, in order."""
         target = row.response if row.response is not None else row.answer
-        assert target is not None
-        ids = [*self._continue(prompt, text, text + target), self._eos()]
-        lead = self._checked(row, self._lead() + prompt)
-        return self._lead() + ids, [False] * len(lead) + [True] * (len(ids) - len(prompt))
-
-    def _chat_sft(self, row: Row) -> tuple[list[int], list[bool]]:
+        if target is None:
+            raise DataError(
+                f"{row.source} (row {row.index}) has no response to train on",
+                wanted="a response, completion or answer column, or a chat that ends with an assistant turn",
+                next="data.columns.response=COLUMN, or remove the row",
+            )
         messages = self._messages(row)
+        if not self.uses_chat_template:
+            prompt = self._raw(row, messages)
+            return [(prompt, prompt + target)]
+        places: list[int] = []
         if row.messages is not None and row.response is not None:
-            # The rows's own turns, with the system prompt and template that _messages has put in.
-            turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+            # A chat row teaches its earlier turns too.
+            places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
             messages.append(dict(row.messages[-1]))
         else:
-            turns = []
-            target = row.response if row.response is not None else row.answer
             messages.append({"role": "assistant", "content": target})
-        turns.append(len(messages) - 1)
+        turns: list[tuple[str, str]] = []
+        done = ""
+        for place in (*places, len(messages) - 1):
+            prompt = self._render(row, messages[:place], generation=True)
+            full = self._render(row, messages[: place + 1], generation=False)
+            self._require_prefix(row, done, prompt, "an earlier turn changes once a later one follows")
+            self._require_prefix(row, prompt, full, "the prompt changes once its response follows")
+            turns.append((prompt, full))
+            done = full
+        return turns
+
+    def _assemble(
+        self, row: Row, turns: Sequence[tuple[str, str]], known: Mapping[str, list[int]]
+    ) -> tuple[list[int], list[bool]]:
+        """Ids and loss mask of the texts of :meth:`_turns`; ``known`` as for :meth:`_continue`."""
         ids: list[int] = []
         mask: list[bool] = []
         done = ""
-        for turn in turns:
-            prompt = self._render(row, messages[:turn], generation=True)
-            full = self._render(row, messages[: turn + 1], generation=False)
-            self._require_prefix(row, done, prompt, "an earlier turn changes once a later one follows")
-            self._require_prefix(row, prompt, full, "the prompt changes once its response follows")
-            with_prompt = self._continue(ids, done, prompt)
+        for prompt, full in turns:
+            with_prompt = self._continue(ids, done, prompt, known)
             mask += [False] * (len(with_prompt) - len(ids))
-            ids = self._continue(with_prompt, prompt, full)
-            learned = self._end_of_turn(ids, len(with_prompt))
+            ids = self._continue(with_prompt, prompt, full, known)
+            learned = self._end_of_turn(ids, len(with_prompt)) if self.uses_chat_template else len(ids)
             mask += [True] * (learned - len(with_prompt)) + [False] * (len(ids) - learned)
             done = full
-        last = max(place for place, learn in enumerate(mask) if learn) + 1
-        if not self._ends(ids[last - 1]):
-            return [*ids[:last], self._eos()], [*mask[:last], True]
-        return ids[:last], mask[:last]
+        self._checked(row, self._lead() + ids[: mask.index(True) if True in mask else len(ids)])
+        if self.uses_chat_template and True in mask:
+            # What a template writes after the token that ends the last turn is never generated.
+            last = len(mask) - mask[::-1].index(True)
+            ids, mask = ids[:last], mask[:last]
+            if self._ends(ids[-1]):
+                return ids, mask
+        lead = self._lead()
+        return [*lead, *ids, self._eos()], [*([False] * len(lead)), *mask, True]
 
     def _end_of_turn(self, ids: list[int], start: int) -> int:
         """Where the assistant's turn ends in ``ids[start:]``: after its last special token, else at the end."""
@@ -223,15 +259,6 @@ class PromptEncoder:
     def _ends(self, token_id: int) -> bool:
         return token_id in self._special_ids
 
-    @property
-    def _special_ids(self) -> frozenset[int]:
-        cached = self.__dict__.get("_special")
-        if cached is None:
-            added: Any = getattr(self._tokenizer, "added_tokens_decoder", {})
-            ids = {token_id for token_id, token in added.items() if token.special}
-            cached = self.__dict__["_special"] = frozenset({*ids, *self._tokenizer.all_special_ids})
-        return cached
-
     def _require_prefix(self, row: Row, before: str, after: str, what: str) -> None:
         if after.startswith(before):
             return
@@ -239,11 +266,16 @@ class PromptEncoder:
             (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after))
         )
         raise DataError(
-            f"The chat template cannot train on {row.source} (row {row.index}): {what}.",
+            f"the chat template cannot train on {row.source} (row {row.index}): {what}",
             found=f"...{excerpt(after[max(0, same - 20) : same + 30])!r}",
             wanted=f"...{excerpt(before[max(0, same - 20) : same + 30])!r}",
             next="set model.chat_template to one that keeps earlier text as it is, or use rows of a single turn",
         )
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    added: Any = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset({*(i for i, token in added.items() if token.special), *tokenizer.all_special_ids})
 
 
 def _check_prompt_template(template: str | None) -> None:
@@ -258,7 +290,7 @@ def _check_prompt_template(template: str | None) -> None:
         reason = f"the fields {fields}" if fields else "no field at all"
     if not fields or any(name != "prompt" for name in fields):
         raise DataError(
-            "data.prompt_template is not usable.",
+            "data.prompt_template is not usable",
             found=reason,
             wanted="text with {prompt} where the prompt goes; a brace of its own is written twice: {{ }}",
             next='data.prompt_template="{prompt}"',

@@ -68,7 +68,7 @@ def read_records(entry: str) -> Iterator[Record | Fault]:
     if suffix in PARQUET:
         return _read_parquet(path)
     raise DataError(
-        f"The ending of {show_path(path)} says nothing about its format.",
+        f"the ending of {show_path(path)} says nothing about its format",
         found=path.suffix or "no ending",
         wanted=".jsonl (one JSON object a line) or .parquet",
         next="convert the file, or rename it if it already is one of these",
@@ -96,7 +96,7 @@ def _expand(entry: str, split: Split) -> list[str]:
         if found:
             return [str(file) for file in found]
         raise DataError(
-            f"The directory {show_path(path)} has no file of the {split} split.",
+            f"the directory {show_path(path)} has no file of the {split} split",
             found=listing(sorted(child.name for child in path.iterdir())),
             wanted=" or ".join(f"{name}.jsonl / {name}.parquet" for name in SPLIT_NAMES[split][:2]),
             next=f"name the file itself: data.{split}_files=[{show_path(path)}/FILE.jsonl]",
@@ -106,7 +106,7 @@ def _expand(entry: str, split: Split) -> list[str]:
     siblings = [child.name for child in path.parent.iterdir()] if path.parent.is_dir() else []
     near = nearest(path.name, siblings)
     raise DataError(
-        f"There is no data file {show_path(path)}.",
+        f"there is no data file {show_path(path)}",
         found=f"a file {near!r} in the same directory" if near else None,
         wanted="a .jsonl or .parquet file, a directory with train/test files, or hf:DATASET:SPLIT",
         next=f"data.{split}_files=[{show_path(path.parent / near)}]" if near else f"check data.{split}_files",
@@ -133,7 +133,7 @@ def _read_jsonl(path: Path) -> Iterator[Record | Fault]:
         stream = path.open("rb")
     except OSError as error:
         raise DataError(
-            f"{show_path(path)} cannot be opened.", found=error.strerror, next=f"ls -l {show_path(path)}"
+            f"{show_path(path)} cannot be opened", found=error.strerror, next=f"ls -l {show_path(path)}"
         ) from error
     with stream:
         number = 0
@@ -224,13 +224,13 @@ def _json_fault(text: str, where: str, error: json.JSONDecodeError, first: bool)
 # ---- parquet ------------------------------------------------------------------------------------------------------
 def _read_parquet(path: Path) -> Iterator[Record | Fault]:
     if importlib.util.find_spec("pyarrow") is None:
-        raise DataError(f"Reading {show_path(path)} needs pyarrow, which is not installed.", next=DATA_EXTRA)
+        raise DataError(f"reading {show_path(path)} needs pyarrow, which is not installed", next=DATA_EXTRA)
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
         raise DataError(
-            f"Reading {show_path(path)} needs pyarrow, which is installed but does not load.",
+            f"reading {show_path(path)} needs pyarrow, which is installed but does not load",
             found=error,
             next="pip install --force-reinstall pyarrow",
         ) from error
@@ -245,7 +245,7 @@ def _read_parquet(path: Path) -> Iterator[Record | Fault]:
                     yield Record(f"{shown} row {row}", values)
                     row += 1
     except PermissionError as error:
-        raise DataError(f"{shown} cannot be opened.", found=error.strerror, next=f"ls -l {shown}") from error
+        raise DataError(f"{shown} cannot be opened", found=error.strerror, next=f"ls -l {shown}") from error
     except damaged as error:
         what = str(error).splitlines()[0] if str(error) else type(error).__name__
         yield Fault(
@@ -261,9 +261,9 @@ def _read_parquet(path: Path) -> Iterator[Record | Fault]:
 def _read_hub(entry: str) -> Iterator[Record | Fault]:
     name, _, split = entry.removeprefix("hf:").partition(":")
     if not name or not split:
-        raise DataError(f"{entry!r} names no split.", wanted="hf:DATASET[/CONFIG]:SPLIT", next=f"{entry}:train")
+        raise DataError(f"{entry!r} names no split", wanted="hf:DATASET[/CONFIG]:SPLIT", next=f"{entry}:train")
     if importlib.util.find_spec("datasets") is None:
-        raise DataError(f"Reading {entry} needs the datasets library, which is not installed.", next=HUB_EXTRA)
+        raise DataError(f"reading {entry} needs the datasets library, which is not installed", next=HUB_EXTRA)
     return _iterate_hub(entry, name.split("/"), split)
 
 
@@ -284,7 +284,7 @@ def _iterate_hub(entry: str, parts: list[str], split: str) -> Iterator[Record | 
     else:
         assert failure is not None
         raise DataError(
-            f"The dataset {entry} could not be loaded.",
+            f"the dataset {entry} could not be loaded",
             found=f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}",
             wanted="a dataset, configuration and split that the hub or the local cache has",
             next="check the name and the network, or save the rows as .jsonl and name that file",

@@ -24,7 +24,7 @@ SEED_STRIDE = 1_000_003
 def require_reasoning_gym() -> None:
     """Raise DataError with the install command when the library is not there."""
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise DataError("reasoning_gym:NAME tasks need the reasoning-gym library, which is not installed.", next=EXTRA)
+        raise DataError("reasoning_gym:NAME tasks need the reasoning-gym library, which is not installed", next=EXTRA)
 
 
 def make_reasoning_rows(task: TaskConfig, split: Split) -> list[Row]:
@@ -65,7 +65,7 @@ def _entries(task: TaskConfig, split: Split, size: int, excluded: frozenset[str]
         if len(made) == size:
             return made
     raise DataError(
-        f"The task {task.name} has too few different questions.",
+        f"the task {task.name} has too few different questions",
         found=f"{len(made)} for the {split} split in {tries} tries",
         wanted=f"data.task.{split}_size={size}",
         next=f"data.task.val_size={max(1, len(made) // 2)}, or data.task.args that make harder questions",
@@ -80,7 +80,7 @@ def _create(task: TaskConfig, seed: int, size: int) -> Any:
     if name not in DATASETS:
         near = nearest(name, DATASETS)
         raise DataError(
-            f"reasoning-gym has no task {name!r}.",
+            f"reasoning-gym has no task {name!r}",
             found=f"did you mean {near!r}?" if near else None,
             wanted=listing(sorted(DATASETS), limit=12),
             next=f"data.task.name=reasoning_gym:{near or 'chain_sum'}",
@@ -88,13 +88,13 @@ def _create(task: TaskConfig, seed: int, size: int) -> Any:
     taken = {"seed", "size"} & set(task.args)
     if taken:
         raise DataError(
-            f"data.task.args holds {listing(taken)}.", next="set data.task.seed, train_size and val_size instead"
+            f"data.task.args holds {listing(taken)}", next="set data.task.seed, train_size and val_size instead"
         )
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **task.args)
     except Exception as error:  # a third-party task checks its arguments with assert, TypeError or ValueError
         raise DataError(
-            f"reasoning-gym refuses the arguments of {name!r}.",
+            f"reasoning-gym refuses the arguments of {name!r}",
             found=f"{type(error).__name__}: {error}",
             next="change data.task.args",
         ) from error
@@ -105,7 +105,7 @@ def _entry(task: TaskConfig, dataset: Any, number: int) -> dict[str, Any]:
         return dataset[number]
     except Exception as error:  # third-party code that makes a row
         raise DataError(
-            f"reasoning-gym could not make entry {number} of {task.name}.",
+            f"reasoning-gym could not make entry {number} of {task.name}",
             found=f"{type(error).__name__}: {error}",
             next="change data.task.args or data.task.seed",
         ) from error

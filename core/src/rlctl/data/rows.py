@@ -27,7 +27,7 @@ def load_rows(data: DataConfig, split: Split) -> list[Row]:
         DataError: a file cannot be read, or rows are faulty; the message names each by file and line.
     """
     rows, faults = collect_rows(data, split)
-    raise_faults(f"{len(faults)} fault{'s' if len(faults) != 1 else ''} in the {split} data.", faults)
+    raise_faults(f"{len(faults)} fault{'s' if len(faults) != 1 else ''} in the {split} data", faults)
     return rows
 
 
@@ -96,7 +96,7 @@ def require_rows(rows: Sequence[Row], needed: int, what: str) -> None:
     """Raise DataError when there are fewer rows than one batch needs."""
     if len(rows) < needed:
         raise DataError(
-            f"{what} has fewer rows than one batch.",
+            f"{what} has fewer rows than one batch",
             found=f"{len(rows)} rows",
             wanted=f"at least {needed}",
             next=f"data.train_batch_size={max(1, len(rows))}, or more rows",

@@ -29,7 +29,7 @@ class BatchSampler:
         assert batch_size > 0, f"batch_size {batch_size}"
         if num_rows < batch_size:
             raise DataError(
-                "The training data has fewer rows than one batch.",
+                "the training data has fewer rows than one batch",
                 found=f"{num_rows} rows",
                 wanted=f"at least data.train_batch_size = {batch_size}",
                 next=f"data.train_batch_size={num_rows}, or more rows" if num_rows else "add rows to data.train_files",
@@ -88,7 +88,7 @@ class BatchSampler:
         for key, setting in names.items():
             if state.get(key) != mine[key]:
                 raise CheckpointError(
-                    "The checkpoint's place in the data does not fit this run: rows would be replayed or skipped.",
+                    "the checkpoint's place in the data does not fit this run: rows would be replayed or skipped",
                     found=f"{setting}: {mine[key]}",
                     wanted=f"{state.get(key)}, as when the checkpoint was written",
                     next="resume with the same data settings, or start anew with trainer.resume_mode=disable",

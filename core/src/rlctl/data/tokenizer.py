@@ -33,16 +33,16 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     directory = Path(source)
     if directory.is_dir() and not any((directory / name).exists() for name in FILES):
         raise DataError(
-            f"The directory {show_path(source)} ({setting}) holds no tokenizer.",
+            f"the directory {show_path(source)} ({setting}) holds no tokenizer",
             found=", ".join(sorted(child.name for child in directory.iterdir())[:8]) or "nothing",
             wanted="tokenizer.json or tokenizer.model",
             next="model.tokenizer=DIRECTORY_OR_HUB_ID",
         )
     if not directory.is_dir() and (source.startswith(("/", ".", "~")) or source.count("/") > 1):
-        raise DataError(f"There is no directory {show_path(source)} ({setting}).", next=f"check {setting}")
+        raise DataError(f"there is no directory {show_path(source)} ({setting})", next=f"check {setting}")
     if importlib.util.find_spec("transformers") is None:
         raise DataError(
-            "Tokenizers need the transformers library, which is not installed.", next="pip install rlctl-plugin-fsdp"
+            "tokenizers need the transformers library, which is not installed", next="pip install rlctl-plugin-fsdp"
         )
     from transformers import AutoTokenizer
 
@@ -53,7 +53,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     except Exception as error:  # the library raises OSError, ValueError, KeyError, its own and Rust's plain Exception
         reason = str(error).strip().splitlines()
         raise DataError(
-            f"The tokenizer of {show_path(source) if directory.is_dir() else source} ({setting}) does not load.",
+            f"the tokenizer of {show_path(source) if directory.is_dir() else source} ({setting}) does not load",
             found=f"{type(error).__name__}: {reason[0] if reason else ''}",
             wanted="a directory with a tokenizer, or a hub id that this machine can reach",
             next=f"check {setting}" + ("" if directory.is_dir() else ", the network, and HF_HOME"),

@@ -36,7 +36,7 @@ class RewardInput:
         """
         if self.row.answer is None:
             raise DataError(
-                f"{self.row.source} (row {self.row.index}) has no answer to compare the completion with.",
+                f"{self.row.source} (row {self.row.index}) has no answer to compare the completion with",
                 wanted="an answer, ground_truth or reward_model.ground_truth column",
                 next="data.columns.answer=COLUMN, or a reward that needs no answer (length, format, your own function)",
             )

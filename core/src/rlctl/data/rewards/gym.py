@@ -31,7 +31,7 @@ class GymReward:
         entry = item.row.extra.get("entry")
         if not isinstance(entry, dict) or "metadata" not in entry:
             raise DataError(
-                f"{item.row.source} (row {item.row.index}) is no row of a reasoning_gym task.",
+                f"{item.row.source} (row {item.row.index}) is no row of a reasoning_gym task",
                 wanted="data.task.name=reasoning_gym:NAME",
                 next="use another reward for these rows",
             )

@@ -47,7 +47,7 @@ class MathReward:
             if error.fields.get("kind") != "answer":
                 raise unexpected("math", error) from None
             raise DataError(
-                f"math-verify cannot read the answer of {item.row.source} (row {item.row.index}).",
+                f"math-verify cannot read the answer of {item.row.source} (row {item.row.index})",
                 found=repr(excerpt(item.answer)),
                 wanted="a number, an expression or LaTeX",
                 next="correct the row, or use the reward exact_match",
@@ -71,7 +71,7 @@ def math(*, float_rounding: int = 6, strict: bool = True, context: RewardContext
         DataError: math-verify is not installed.
     """
     if importlib.util.find_spec("math_verify") is None:
-        raise DataError("The reward math needs math-verify, which is not installed.", next=EXTRA)
+        raise DataError("the reward math needs math-verify, which is not installed", next=EXTRA)
     args = {"float_rounding": float_rounding, "strict": strict, "timeout_s": context.timeout_s}
     return MathReward(JobProcess("rlctl.data.rewards.math:load_job", args, context.timeout_s))
 

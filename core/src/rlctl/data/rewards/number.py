@@ -30,15 +30,13 @@ def number(*, tolerance: float = 0.0, hashes_only: bool = False) -> FunctionRewa
         hashes_only: only a number after ``####`` counts.
     """
     if not 0 <= tolerance < float("inf"):
-        raise ConfigError(
-            "The reward number takes a tolerance of at least 0.", found=tolerance, next="args.tolerance=0"
-        )
+        raise ConfigError("the reward number takes a tolerance of at least 0", found=tolerance, next="args.tolerance=0")
 
     def score(item: RewardInput) -> float:
         wanted = last_number(item.answer)
         if wanted is None:
             raise DataError(
-                f"The answer of {item.row.source} (row {item.row.index}) holds no number.",
+                f"the answer of {item.row.source} (row {item.row.index}) holds no number",
                 found=repr(excerpt(item.answer)),
                 wanted="a number, as the reward number compares nothing else",
                 next="correct the row, or use the reward exact_match or math",

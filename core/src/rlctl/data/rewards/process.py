@@ -180,7 +180,7 @@ class JobProcess:
 def unexpected(name: str, error: JobFailedError | JobLoadError) -> DataError:
     """The error for a job that failed in a way its reward has no words for."""
     return DataError(
-        f"The process of the reward {name!r} failed.",
+        f"the process of the reward {name!r} failed",
         found=error.fields.get("message")
         if isinstance(error, JobFailedError)
         else f"it {error.how} while it was loaded",

@@ -42,7 +42,7 @@ def known_rewards(plugins: PluginSet | None) -> dict[str, tuple[str, RewardSpec]
         assert isinstance(spec, RewardSpec)
         if spec.name in known:
             raise ConfigError(
-                f"Two distributions claim the reward {spec.name!r}.",
+                f"two distributions claim the reward {spec.name!r}",
                 found=f"{known[spec.name][0]} and {dist}",
                 next=f"RLCTL_DISABLE_PLUGINS={dist}, or uninstall one of them",
             )
@@ -67,7 +67,7 @@ def build_component(
     if component.name not in known:
         near = nearest(component.name, known)
         raise ConfigError(
-            f"There is no reward {component.name!r}.",
+            f"there is no reward {component.name!r}",
             found=f"did you mean {near!r}?" if near else None,
             wanted=f"{listing(sorted(known))}, or path/to/file.py:function",
             next=f"{place}.name={near or 'exact_match'}",
@@ -86,7 +86,7 @@ def build_component(
         raise
     except Exception as error:  # a plugin's builder, or a wrong type of an argument from the configuration
         raise ConfigError(
-            f"The reward {component.name!r} of {dist} refuses its settings.",
+            f"the reward {component.name!r} of {dist} refuses its settings",
             found=f"{type(error).__name__}: {error}",
             wanted=f"{component.name}{inspect.signature(builder)}",
             next=f"change {place}.args",
@@ -105,7 +105,7 @@ def _load(dist: str, spec: RewardSpec) -> Callable[..., Any]:
         return getattr(importlib.import_module(module), attribute)
     except Exception as error:  # a plugin's module may raise anything when it is imported
         raise ConfigError(
-            f"The reward {spec.name!r} of {dist} does not load.",
+            f"the reward {spec.name!r} of {dist} does not load",
             found=f"{type(error).__name__}: {error}",
             wanted=spec.target,
             next=f"rlctl doctor, or pip install --upgrade {dist}",
@@ -120,11 +120,11 @@ def _check_args(name: str, args: Mapping[str, Any], parameters: Mapping[str, ins
         if key not in accepted:
             near = nearest(key, accepted)
             raise ConfigError(
-                f"The reward {name!r} has no argument {key!r}.",
+                f"the reward {name!r} has no argument {key!r}",
                 found=f"{place}.args.{key}",
                 wanted=listing(accepted) if accepted else "no arguments",
                 next=f"rename it to {near}" if near else f"remove {place}.args.{key}",
             )
     missing = [key for key, parameter in accepted.items() if parameter.default is parameter.empty and key not in args]
     if missing:
-        raise ConfigError(f"The reward {name!r} needs {listing(missing)}.", next=f"{place}.args.{missing[0]}=VALUE")
+        raise ConfigError(f"the reward {name!r} needs {listing(missing)}", next=f"{place}.args.{missing[0]}=VALUE")

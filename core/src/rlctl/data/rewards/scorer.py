@@ -83,7 +83,7 @@ def build_reward(config: RewardConfig, plugins: PluginSet | None, base_dir: Path
         DataError: a user's function cannot be loaded.
     """
     if not config.components:
-        raise DataError("reward.components is empty.", next="reward.components=[{name: exact_match}]")
+        raise DataError("reward.components is empty", next="reward.components=[{name: exact_match}]")
     context = RewardContext(config.timeout_s, base_dir)
     built: list[tuple[str, float, Reward]] = []
     try:
@@ -138,7 +138,7 @@ def _number(value: object, name: str, item: RewardInput) -> float:
         if math.isfinite(number):
             return number
     raise DataError(
-        f"The reward {name!r} gave no finite number for {item.row.source} (row {item.row.index}).",
+        f"the reward {name!r} gave no finite number for {item.row.source} (row {item.row.index})",
         found=f"{type_name(value)}: {excerpt(value)}",
         wanted="a finite float",
         next="correct the reward, so that it returns a number for every completion",

@@ -48,7 +48,7 @@ def contains(
     """
     wanted = None if text is None else ([text] if isinstance(text, str) else list(text))
     if wanted is not None and (not wanted or not all(wanted)):
-        raise ConfigError("The reward contains has an empty text to look for.", next="remove args.text, or fill it")
+        raise ConfigError("the reward contains has an empty text to look for", next="remove args.text, or fill it")
 
     def found(needle: str, haystack: str) -> bool:
         if ignore_case:
@@ -78,7 +78,7 @@ def regex(
     compiled = _compile(pattern, (re.IGNORECASE if ignore_case else 0) | (re.DOTALL if dotall else 0), "regex")
     if group is not None and group not in (*range(compiled.groups + 1), *compiled.groupindex):
         raise ConfigError(
-            f"The pattern of the reward regex has no group {group!r}.",
+            f"the pattern of the reward regex has no group {group!r}",
             found=f"{compiled.groups} groups" + "".join(f", {name}" for name in compiled.groupindex),
             next="write args.group as the number or name of a group in args.pattern",
         )
@@ -106,7 +106,7 @@ def format_reward(*, pattern: str | None = None, tags: Sequence[str] = ()) -> Fu
     """
     if (pattern is None) == (not tags):
         raise ConfigError(
-            "The reward format takes exactly one of pattern and tags.", next="set args.pattern or args.tags"
+            "the reward format takes exactly one of pattern and tags", next="set args.pattern or args.tags"
         )
     if pattern is not None:
         compiled = _compile(pattern, re.DOTALL, "format")
@@ -136,17 +136,17 @@ def length(
     """
     if (target is None) == (limit is None):
         raise ConfigError(
-            "The reward length takes exactly one of target and limit.", next="set args.target or args.limit"
+            "the reward length takes exactly one of target and limit", next="set args.target or args.limit"
         )
     if unit not in ("tokens", "characters"):
         raise ConfigError(
-            f"The reward length knows no unit {unit!r}.", wanted="tokens or characters", next="args.unit=tokens"
+            f"the reward length knows no unit {unit!r}", wanted="tokens or characters", next="args.unit=tokens"
         )
     bound = target if target is not None else limit
     assert bound is not None
     if bound < 1 or buffer < 0 or buffer > bound:
         raise ConfigError(
-            "The reward length has an impossible bound.",
+            "the reward length has an impossible bound",
             found=f"{'target' if target is not None else 'limit'}={bound}, buffer={buffer}",
             wanted="at least 1, and 0 <= buffer <= limit",
         )
@@ -171,7 +171,7 @@ def _compile(pattern: str, flags: int, reward: str) -> re.Pattern[str]:
         return re.compile(pattern, flags)
     except (re.error, RecursionError, OverflowError) as error:
         raise ConfigError(
-            f"The pattern of the reward {reward} is no regular expression.",
+            f"the pattern of the reward {reward} is no regular expression",
             found=f"{pattern!r}: {error}",
             next="correct args.pattern",
         ) from error

@@ -49,7 +49,7 @@ class UserReward:
             "completion": item.text,
             "finish_reason": item.finish_reason,
         }
-        name = f"The reward function {self._function} in {show_path(self._path)}"
+        name = f"the reward function {self._function} in {show_path(self._path)}"
         try:
             return self._job.call(payload)
         except JobFailedError as error:
@@ -58,13 +58,13 @@ class UserReward:
             raise _not_loaded(name, self._path, error) from None
         except JobTimeoutError:
             raise DataError(
-                f"{name} took longer than reward.timeout_s on {place}.",
+                f"{name} took longer than reward.timeout_s on {place}",
                 found=f"no value after {self._timeout_s:g} s",
                 next=f"make it quicker for this completion, or set reward.timeout_s={self._timeout_s * 4:g}",
             ) from None
         except JobDiedError as error:
             raise DataError(
-                f"{name} brought its process down on {place}.",
+                f"{name} brought its process down on {place}",
                 found=f"the process {error.how}",
                 wanted="a function that returns a number",
                 next=f"call it by hand with this row: {show_path(self._path)}",
@@ -86,7 +86,7 @@ def user_function(name: str, args: Mapping[str, Any], context: RewardContext) ->
         siblings = [child.name for child in path.parent.glob("*.py")] if path.parent.is_dir() else []
         near = nearest(path.name, siblings)
         raise DataError(
-            f"There is no reward file {show_path(path)}.",
+            f"there is no reward file {show_path(path)}",
             found=f"{near} in the same directory" if near else None,
             wanted="a Python file; its path is relative to the configuration file",
             next=f"write {Path(file).parent / near}:{function or 'FUNCTION'}" if near else "check reward.components",
@@ -96,7 +96,7 @@ def user_function(name: str, args: Mapping[str, Any], context: RewardContext) ->
         {"path": str(path), "function": function, "args": dict(args)},
         context.timeout_s,
     )
-    label = f"The reward function {function or '?'} in {show_path(path)}"
+    label = f"the reward function {function or '?'} in {show_path(path)}"
     try:
         job.start()
     except JobFailedError as error:
@@ -108,7 +108,7 @@ def user_function(name: str, args: Mapping[str, Any], context: RewardContext) ->
 
 def _not_loaded(name: str, path: Path, error: JobLoadError) -> DataError:
     return DataError(
-        f"{name} could not be loaded.", found=f"its process {error.how}", next=f"try: python {show_path(path)}"
+        f"{name} could not be loaded", found=f"its process {error.how}", next=f"try: python {show_path(path)}"
     )
 
 
@@ -119,7 +119,7 @@ def _failed(name: str, path: Path, error: JobFailedError, what: str, function: s
     if kind in ("raised", "import"):
         line = fields.get("line")
         return DataError(
-            f"{name} {what}.",
+            f"{name} {what}",
             details=fields["lines"],
             found=fields["error"] + (f" ({shown}, line {line})" if line else ""),
             next=f"correct {shown}" + (f", line {line}" if line else ""),
@@ -128,7 +128,7 @@ def _failed(name: str, path: Path, error: JobFailedError, what: str, function: s
         functions = fields["functions"]
         near = nearest(function, functions) if function else None
         return DataError(
-            f"The file {shown} has no function {function!r}." if function else f"{shown} is named without a function.",
+            f"the file {shown} has no function {function!r}" if function else f"{shown} is named without a function",
             found=listing(functions),
             wanted=f"did you mean {near!r}?" if near else "path/to/file.py:function",
             next=f"name: {shown}:{near or (functions[0] if functions else 'FUNCTION')}",
@@ -137,14 +137,14 @@ def _failed(name: str, path: Path, error: JobFailedError, what: str, function: s
         parts = [f"needs {listing(fields['required'])}, which nobody gives"] if fields["required"] else []
         parts += [f"does not take {listing(fields['unknown'])} of args"] if fields["unknown"] else []
         return DataError(
-            f"{name} has a signature that cannot be called.",
+            f"{name} has a signature that cannot be called",
             found=" and ".join(parts),
             wanted=f"any of {listing(fields['offered'])}, by keyword, and the component's args",
             next=f"rename the arguments in {shown}, or add **kwargs",
         )
     if kind == "value":
         return DataError(
-            f"{name} {what}: it returned no finite number.",
+            f"{name} {what}: it returned no finite number",
             found=fields["found"],
             wanted='a float, or a dict with a float "score"',
             next=f"correct {shown}, so that it returns a number for every completion",

@@ -1,0 +1,289 @@
+"""The data check: everything that can be known of a run's data before a model is loaded.
+
+Order: cheap and certain things first. Rows are read and compared without the tokenizer; the tokenizer (which takes torch
+with it, see :func:`rlctl.data.tokenizer.load_tokenizer`) comes after, then the reward's dry run.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlctl.data.columns import Row
+from rlctl.data.dry_run import dry_run
+from rlctl.data.faults import Fault, listing, show_path
+from rlctl.data.lengths import Lengths, limit_words, longest, measure, overlong
+from rlctl.data.prompts import PromptEncoder
+from rlctl.data.readers import Split, directory_has_split
+from rlctl.data.report import DataReport, SplitReport, describe_lengths
+from rlctl.data.rows import collect_rows
+from rlctl.data.tokenizer import load_tokenizer
+from rlctl.errors import DataError, RlctlError
+
+if TYPE_CHECKING:
+    from rlctl.config.load import ResolvedConfig
+    from rlctl.config.schema import DataConfig, ModelConfig, RunConfig
+    from rlctl.plugins import PluginSet
+
+Progress = Callable[[str, int, int | None], None]
+"""Called with (phase, rows done, rows in all or None)."""
+
+REWARD_LIMIT_S = 60.0
+
+
+def check_data(
+    resolved: ResolvedConfig,
+    plugins: PluginSet | None,
+    progress: Progress | None = None,
+    reward_limit_s: float = REWARD_LIMIT_S,
+) -> DataReport:
+    """Check all rows of a run: schema, duplicates, lengths in tokens, reward.
+
+    Args:
+        progress: for a progress bar.
+        reward_limit_s: time for the dry run of the reward on each split.
+    """
+    config = resolved.config
+    report = DataReport(resolved.source)
+    tell = progress or (lambda phase, done, total: None)
+    start = time.monotonic()
+    splits = _read(report, config.data, ("train", "val"), tell)
+    _compare(report, splits)
+    _check_sizes(report, splits["train"], config)
+    sft = config.trainer.type == "sft"
+    encoder = _encoder(report, config, tell)
+    if encoder is not None:
+        for split, rows in splits.items():
+            # A warm start trains on the training rows' own answers.
+            trains = sft or (split == "train" and config.warm_start is not None)
+            _check_tokens(report, split, rows, encoder, config, trains, tell)
+    if not sft:
+        _check_reward(report, splits, resolved, plugins, tell, reward_limit_s)
+    report.seconds = time.monotonic() - start
+    return report
+
+
+def check_files(entry: str, data: DataConfig, progress: Progress | None = None) -> DataReport:
+    """Check a bare dataset, a file or a directory: schema, duplicates, lengths in characters."""
+    report = DataReport(entry if entry.startswith("hf:") else show_path(entry))
+    tell = progress or (lambda phase, done, total: None)
+    start = time.monotonic()
+    both = Path(entry).is_dir() and directory_has_split(entry, "train")
+    names: tuple[Split, ...] = ("train", "val") if both and directory_has_split(entry, "val") else ("train",)
+    if Path(entry).is_dir() and not both and directory_has_split(entry, "val"):
+        names = ("val",)
+    splits = _read(report, data.model_copy(update={"train_files": (entry,), "val_files": ()}), names, tell)
+    _compare(report, splits)
+    for split, rows in splits.items():
+        _add_lengths(report, split, "prompt", [len(row.prompt_text) for row in rows], "characters")
+        answers = [len(text) for row in rows if (text := row.response or row.answer) is not None]
+        _add_lengths(report, split, "response", answers, "characters")
+    report.seconds = time.monotonic() - start
+    return report
+
+
+# ---- rows ---------------------------------------------------------------------------------------------------------
+def _read(report: DataReport, data: DataConfig, names: Sequence[Split], tell: Progress) -> dict[Split, list[Row]]:
+    splits: dict[Split, list[Row]] = {}
+    for split in names:
+        phase = f"reading {split}"
+        tell(phase, 0, None)
+        try:
+            rows, faults = collect_rows(data, split, lambda done, phase=phase: tell(phase, done, None))
+        except DataError as error:
+            rows, faults = [], [_from_error("file", f"data.{split}_files", error)]
+        splits[split] = rows
+        report.faults += faults
+        report.splits[split] = SplitReport(len(rows), dict(Counter(row.data_source for row in rows)))
+    return splits
+
+
+def _compare(report: DataReport, splits: dict[Split, list[Row]]) -> None:
+    """Prompts that come twice: in one split a warning, in both a fault."""
+    keys: dict[Split, dict[str, Row]] = {}
+    for split, rows in splits.items():
+        first: dict[str, Row] = {}
+        again: list[Row] = []
+        for row in rows:
+            if first.setdefault(_key(row), row) is not row:
+                again.append(row)
+        keys[split] = first
+        report.splits[split].duplicates = len(again)
+        # A procedural task may draw a prompt twice; a file should not hold it twice.
+        if again and not again[0].source.startswith(f"{again[0].data_source} {split} row"):
+            places = listing((row.source for row in again), 3)
+            what = f"{len(again)} prompts come more than once ({places})"
+            report.warnings.append(
+                Fault("duplicate", split, what, "remove them, or leave them in on purpose", count=len(again))
+            )
+    if "train" not in keys or "val" not in keys:
+        return
+    shared = [row for key, row in keys["val"].items() if key in keys["train"]]
+    if shared:
+        other = keys["train"][_key(shared[0])]
+        what = f"{len(shared)} validation prompts are also in the training data ({shared[0].source} is {other.source})"
+        report.faults.append(
+            Fault("leakage", "val", what, "remove them from one of the two", shared[0].index, count=len(shared))
+        )
+
+
+def _key(row: Row) -> str:
+    return row.prompt if isinstance(row.prompt, str) else json.dumps(row.prompt, sort_keys=True, default=str)
+
+
+def _check_sizes(report: DataReport, rows: Sequence[Row], config: RunConfig) -> None:
+    wanted = {"data.train_batch_size": config.data.train_batch_size}
+    if config.warm_start is not None:
+        wanted["warm_start.batch_size"] = config.warm_start.batch_size
+    for setting, size in wanted.items():
+        if 0 < len(rows) < size:
+            what = f"{len(rows)} rows are fewer than one batch of {setting}={size}"
+            report.faults.append(Fault("size", "train", what, f"{setting}={len(rows)}, or more rows"))
+
+
+# ---- tokens -------------------------------------------------------------------------------------------------------
+def _encoder(report: DataReport, config: RunConfig, tell: Progress) -> PromptEncoder | None:
+    tell("loading the tokenizer", 0, None)
+    try:
+        from rlctl.models import resolve_model_source
+
+        model = resolve_model_source(config.model)
+        _check_positions(report, model, config.data)
+        return PromptEncoder(load_tokenizer(model), config.data)
+    except RlctlError as error:
+        report.faults.append(_from_error("tokenizer", "model", error))
+        return None
+
+
+def _check_positions(report: DataReport, model: ModelConfig, data: DataConfig) -> None:
+    """The longest row that the limits allow must fit the model's positions, where its config says how many it has."""
+    positions = _positions(model)
+    needed = data.max_prompt_length + data.max_response_length
+    if positions is not None and needed > positions:
+        what = f"data.max_prompt_length + data.max_response_length = {needed}, and the model has {positions} positions"
+        hint = f"data.max_response_length={max(1, positions - data.max_prompt_length)}, or a shorter prompt limit"
+        report.faults.append(Fault("positions", "data", what, hint))
+
+
+def _positions(model: ModelConfig) -> int | None:
+    values = model.config
+    if values is None and model.path is not None:
+        try:
+            values = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None  # a hub id; or a broken file, which the engine names when it builds the model
+    if not isinstance(values, dict):
+        return None
+    inner = values.get("text_config")
+    found = values.get("max_position_embeddings") or (inner or {}).get("max_position_embeddings")
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def _check_tokens(
+    report: DataReport,
+    split: Split,
+    rows: Sequence[Row],
+    encoder: PromptEncoder,
+    config: RunConfig,
+    trains: bool,
+    tell: Progress,
+) -> None:
+    phase, sft = f"tokenising {split}", config.trainer.type == "sft"
+    lengths = measure(rows, encoder, sft=trains, progress=lambda done: tell(phase, done, len(rows)))
+    report.faults += lengths.faults
+    _add_lengths(report, split, "prompt", lengths.prompt, "tokens")
+    _add_lengths(report, split, "response", lengths.response, "tokens")
+    for whole in (False, True) if trains and not sft else (sft,):
+        _check_overlong(report, split, overlong(lengths, config.data, sft=whole), lengths, config.data, whole)
+    if not sft:
+        _check_answers(report, split, rows, encoder, config.data)
+    if lengths.unknown:
+        what = f"{len(lengths.unknown)} rows have characters that the tokenizer does not know (rows "
+        what += f"{listing(map(str, lengths.unknown), 5)})"
+        hint = "use another tokenizer, or rows of its characters"
+        report.warnings.append(Fault("unknown_token", split, what, hint, count=len(lengths.unknown)))
+    if encoder.uses_chat_template:
+        markers = [token for token in encoder.tokenizer.all_special_tokens if len(token) > 3]
+        marked = [r.index for r in rows if isinstance(r.prompt, str) and any(mark in r.prompt for mark in markers)]
+        if marked:
+            what = f"{len(marked)} prompts hold chat markers already (rows {listing(map(str, marked), 5)})"
+            hint = "data.apply_chat_template=never for prompts that are templated already"
+            report.warnings.append(Fault("templated", split, what, hint, count=len(marked)))
+
+
+def _check_overlong(
+    report: DataReport, split: Split, long: list[int], lengths: Lengths, data: DataConfig, sft: bool
+) -> None:
+    if not long:
+        return
+    indices = listing((str(lengths.rows[place].index) for place in long), 10)
+    what = (
+        f"{len(long)} rows have more than {limit_words(data, sft).removeprefix('at most ')}; "
+        f"the longest has {longest(lengths, long, sft)} (rows {indices})"
+    )
+    if data.overlong_prompts == "error" or len(long) == len(lengths.rows):
+        hint = "raise the limit, or set data.overlong_prompts=filter"
+        first = lengths.rows[long[0]].index
+        report.faults.append(Fault("overlong", split, what, hint, first, count=len(long)))
+    else:
+        report.warnings.append(Fault("overlong", split, what, "they are left out (filter)", count=len(long)))
+
+
+def _check_answers(
+    report: DataReport, split: Split, rows: Sequence[Row], encoder: PromptEncoder, data: DataConfig
+) -> None:
+    """Answers that no response within the limit can give."""
+    answers = [(row.index, row.answer) for row in rows if row.answer]
+    if not answers:
+        return
+    encoded = encoder.tokenizer([text for _, text in answers], add_special_tokens=False, verbose=False)["input_ids"]
+    long = [index for (index, _), ids in zip(answers, encoded, strict=True) if len(ids) > data.max_response_length]
+    if long:
+        what = f"{len(long)} answers are longer than data.max_response_length={data.max_response_length} "
+        what += f"(rows {listing(map(str, long), 5)})"
+        report.warnings.append(Fault("answer_length", split, what, "raise data.max_response_length", count=len(long)))
+
+
+def _add_lengths(report: DataReport, split: Split, name: str, values: Sequence[int], unit: str) -> None:
+    stats = describe_lengths(values, unit)
+    if stats is not None:
+        report.splits[split].lengths[name] = stats
+
+
+# ---- reward -------------------------------------------------------------------------------------------------------
+def _check_reward(
+    report: DataReport,
+    splits: dict[Split, list[Row]],
+    resolved: ResolvedConfig,
+    plugins: PluginSet | None,
+    tell: Progress,
+    limit_s: float,
+) -> None:
+    from rlctl.data.rewards import build_reward
+
+    rows = [row for split in splits.values() for row in split]
+    if not rows:
+        return
+    tell("reward dry run", 0, len(rows))
+    try:
+        scorer = build_reward(resolved.config.reward, plugins, resolved.base_dir)
+    except RlctlError as error:
+        report.faults.append(_from_error("reward", "reward", error))
+        return
+    with scorer:
+        run = dry_run(rows, scorer, limit_s=limit_s, progress=lambda done: tell("reward dry run", done, len(rows)))
+    report.reward = run.report
+    report.faults += run.faults
+    report.warnings += run.warnings
+
+
+def _from_error(kind: str, where: str, error: RlctlError) -> Fault:
+    """A fault that says all an error says."""
+    parts = [error.what, *error.details]
+    parts += [f"found: {error.found}"] if error.found else []
+    parts += [f"wanted: {error.wanted}"] if error.wanted else []
+    return Fault(kind, where, "; ".join(parts), error.next or "see above", fatal=True)

@@ -1,0 +1,128 @@
+"""How long rows are, and which do not fit. The trainers and the data check ask the same functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rlctl.data.columns import Row
+from rlctl.data.faults import Fault, listing
+from rlctl.data.prompts import PromptEncoder
+from rlctl.errors import DataError
+
+if TYPE_CHECKING:
+    from rlctl.config.schema import DataConfig
+
+CHUNK = 512
+
+
+@dataclass
+class Lengths:
+    """Tokens of each row that could be encoded. ``response`` is empty where only prompts were measured.
+
+    Args:
+        rows: the rows, in order.
+        prompt: tokens before the first response token.
+        response: tokens after them (for a chat of several turns, all the rest).
+        faults: rows that could not be encoded.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)
+    response: list[int] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    unknown: list[int] = field(default_factory=list)
+    """Indices of rows with characters that the tokenizer does not know."""
+
+
+def measure(
+    rows: Sequence[Row], encoder: PromptEncoder, *, sft: bool, progress: Callable[[int], None] | None = None
+) -> Lengths:
+    """Encode every row: the prompt, and with ``sft`` also its response."""
+    lengths = Lengths()
+    for start in range(0, len(rows), CHUNK):
+        chunk = rows[start : start + CHUNK]
+        for row, ids, prompt in _encode(chunk, encoder, sft, lengths.faults):
+            lengths.rows.append(row)
+            lengths.prompt.append(prompt)
+            if sft:
+                lengths.response.append(len(ids) - prompt)
+            if encoder.tokenizer.unk_token_id in ids and encoder.tokenizer.unk_token_id is not None:
+                lengths.unknown.append(row.index)
+        if progress is not None:
+            progress(start + len(chunk))
+    return lengths
+
+
+def overlong(lengths: Lengths, data: DataConfig, *, sft: bool) -> list[int]:
+    """Positions in ``lengths.rows`` that do not fit: a prompt over its limit, or for SFT a whole row over both limits."""
+    if not sft:
+        return [place for place, tokens in enumerate(lengths.prompt) if tokens > data.max_prompt_length]
+    limit = data.max_prompt_length + data.max_response_length
+    both = zip(lengths.prompt, lengths.response, strict=True)
+    return [place for place, (prompt, response) in enumerate(both) if prompt + response > limit]
+
+
+def fit_rows(rows: Sequence[Row], encoder: PromptEncoder, data: DataConfig, *, sft: bool = False) -> list[Row]:
+    """The rows that fit the limits, all of them under ``data.overlong_prompts`` error.
+
+    Raises:
+        DataError: a row cannot be encoded; rows are too long (their indices are named); or filtering leaves none.
+    """
+    lengths = measure(rows, encoder, sft=sft)
+    if lengths.faults:
+        first = lengths.faults[0]
+        raise DataError(first.line(), found=f"{len(lengths.faults)} such rows", next=first.next)
+    long = overlong(lengths, data, sft=sft)
+    if long and data.overlong_prompts == "error":
+        raise DataError(
+            f"{len(long)} rows are too long",
+            found=f"rows {listing((str(lengths.rows[place].index) for place in long), 10)}; "
+            f"the longest has {longest(lengths, long, sft)} tokens",
+            wanted=limit_words(data, sft),
+            next="raise the limit, or set data.overlong_prompts=filter",
+        )
+    left_out = set(long)
+    kept = [row for place, row in enumerate(lengths.rows) if place not in left_out]
+    if rows and not kept:
+        raise DataError("every row is too long", wanted=limit_words(data, sft), next="raise the limit")
+    return kept
+
+
+def limit_words(data: DataConfig, sft: bool) -> str:
+    """The bound of :func:`overlong` in words."""
+    if sft:
+        total = data.max_prompt_length + data.max_response_length
+        return f"at most {total} tokens (data.max_prompt_length + data.max_response_length)"
+    return f"at most {data.max_prompt_length} tokens of prompt (data.max_prompt_length)"
+
+
+def longest(lengths: Lengths, places: Sequence[int], sft: bool) -> int:
+    """Tokens of the longest of the rows at ``places``."""
+    return max(lengths.prompt[place] + (lengths.response[place] if sft else 0) for place in places)
+
+
+def _encode(
+    rows: Sequence[Row], encoder: PromptEncoder, sft: bool, faults: list[Fault]
+) -> list[tuple[Row, list[int], int]]:
+    """(row, ids, tokens of the prompt) of each row that can be encoded."""
+    try:
+        return _encode_chunk(rows, encoder, sft)
+    except DataError:
+        pass  # one of them is at fault: find out which, one by one
+    done: list[tuple[Row, list[int], int]] = []
+    for row in rows:
+        try:
+            done += _encode_chunk([row], encoder, sft)
+        except DataError as error:
+            what = error.what + (f" {error.found}" if error.found else "")
+            faults.append(Fault("encode", row.source, what, error.next or "correct the row", row.index))
+    return done
+
+
+def _encode_chunk(rows: Sequence[Row], encoder: PromptEncoder, sft: bool) -> list[tuple[Row, list[int], int]]:
+    if sft:
+        pairs = zip(rows, encoder.sft_batch(rows), strict=True)
+        return [(row, ids, mask.index(True)) for row, (ids, mask) in pairs]
+    return [(row, ids, len(ids)) for row, ids in zip(rows, encoder.prompt_ids_batch(rows), strict=True)]
