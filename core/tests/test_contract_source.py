@@ -17,7 +17,7 @@ import rlctl
 
 SOURCE = Path(rlctl.__file__).parent
 BACKENDS = re.compile(
-    r"\b(?<!rlctl-plugin-)(fsdp2?|hf|megatron\w*|veomni|vllm|sglang|mindspeed\w*|torchtitan|automodel|fsdp_turbo|tensorrt\w*)\b",
+    r"\b(?<!rlctl-plugin-)(fsdp2?|hf(?!:)|megatron\w*|veomni|vllm|sglang|mindspeed\w*|torchtitan|automodel|fsdp_turbo|tensorrt\w*)\b",
     re.I,
 )
 # Data about the field, the table that translates other projects' keys, and the two defaults of the schema: the only
