@@ -30,6 +30,8 @@ SMALL = [
     "warm_start.steps=8",
     "warm_start.eval_freq=8",
     "warm_start.stop_at_score=0.99",
+    # A few SFT steps teach digits but not sorting: this reward differs within groups, and some groups agree.
+    "reward.components=[{name: contains, args: {text: '1'}}]",
 ]
 
 
@@ -78,6 +80,7 @@ def test_a_run_leaves_what_the_docs_say(plain):
 def test_every_metric_that_a_run_writes_is_documented(plain, tmp_path):
     page = (ROOT / "docs" / "metrics.md").read_text()
     known = set(re.findall(r"`([a-z_]+/[\w/<>]+)`", page))
+    assert len(known) > 40
     sft = train(tmp_path, "trainer.type=sft", "warm_start=null")
     for run in (plain, sft):
         written = {key for m in lines(run.path / "metrics.jsonl") for key in m}
@@ -103,7 +106,7 @@ def test_leaving_out_rows_without_a_gradient_changes_nothing(plain, tmp_path):
     shares = [m["actor/rows_with_gradient"] for m in skipping.history]
     assert min(shares) < 1.0  # else this test shows nothing
     a, b = weights(plain.path), weights(skipping.path)
-    assert max((a[k] - b[k]).abs().max().item() for k in a) < 2e-6
+    assert max((a[k] - b[k]).abs().max().item() for k in a) < 1e-5
     for x, y in zip(plain.history, skipping.history, strict=True):
         assert x["critic/score/mean"] == y["critic/score/mean"]
         assert x["actor/grad_norm"] == pytest.approx(y["actor/grad_norm"], rel=1e-4, abs=1e-7)
@@ -113,7 +116,10 @@ def test_micro_batches_change_nothing(plain, tmp_path):
     split = train(tmp_path, "actor.skip_zero_advantage=false", "trainer.test_freq=2", "actor.max_tokens_per_device=32")
     assert split.last["actor/num_micro_batches"] > 1
     a, b = weights(plain.path), weights(split.path)
-    assert max((a[k] - b[k]).abs().max().item() for k in a) < 2e-6
+    # One AdamW step moves a weight by up to lr = 1e-4 whatever the size of its gradient.
+    assert max((a[k] - b[k]).abs().max().item() for k in a) < 1e-5
+    for x, y in zip(plain.history, split.history, strict=True):
+        assert x["actor/grad_norm"] == pytest.approx(y["actor/grad_norm"], rel=1e-4)
 
 
 def test_copying_weights_to_the_rollout_samples_what_sharing_them_samples(plain, tmp_path):

@@ -69,7 +69,10 @@ class SFTTrainer:
         """
         start = time.perf_counter()
         batch = self.pack([self.train_rows[i] for i in self.sampler.next()])
-        out = self.engine.train_batch(batch, CrossEntropyLoss(), self.plan, self.context.config.actor.loss_agg_mode)
+        config = self.context.config
+        out = self.engine.train_batch(
+            batch, CrossEntropyLoss(), self.plan, config.actor.loss_agg_mode, config.data.max_response_length
+        )
         elapsed = time.perf_counter() - start
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if out.step.skipped else 0
         if self.skipped_in_a_row > self.context.config.guards.nonfinite_step_budget:
