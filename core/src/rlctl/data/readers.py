@@ -239,7 +239,7 @@ def _read_parquet(path: Path) -> Iterator[Record | Fault]:
     shown = show_path(path)
     row = 0
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
             for batch in file.iter_batches(batch_size=1024):
                 for values in batch.to_pylist():
                     yield Record(f"{shown} row {row}", values)
