@@ -13,7 +13,8 @@ from rlctl.config.document import Document, Origin, PlaceError, dotted
 from rlctl.config.load import load_config
 from rlctl.config.overrides import parse_key
 from rlctl.config.problems import InvalidConfigError
-from rlctl.config.yaml_source import dump, dump_inline, parse, parse_value
+from rlctl.config.yaml_dump import dump, dump_inline
+from rlctl.config.yaml_source import parse, parse_value
 from rlctl.plugins import PluginSet
 
 Write = Callable[..., str]

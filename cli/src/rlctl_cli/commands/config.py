@@ -83,7 +83,7 @@ def _print_table(resolved: ResolvedConfig, changed: bool) -> None:
 
 def _inline(value: Any) -> str:
     """A value as it would be typed after KEY= on the command line."""
-    from rlctl.config.yaml_source import dump_inline
+    from rlctl.config.yaml_dump import dump_inline
 
     return dump_inline(value)
 

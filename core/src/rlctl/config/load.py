@@ -19,7 +19,8 @@ from rlctl.config.paths import resolve_paths
 from rlctl.config.problems import InvalidConfigError, Problem
 from rlctl.config.recipes import find_source
 from rlctl.config.schema import RunConfig
-from rlctl.config.yaml_source import dump, parse, read
+from rlctl.config.yaml_dump import dump
+from rlctl.config.yaml_source import parse, read
 
 if TYPE_CHECKING:
     from rlctl.plugins import PluginSet

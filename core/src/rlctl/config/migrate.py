@@ -15,7 +15,8 @@ from rlctl.config.overrides import parse_key
 from rlctl.config.schema import RunConfig
 from rlctl.config.schema_paths import annotation_at, describe, walk
 from rlctl.config.suggest import for_key
-from rlctl.config.yaml_source import dump, parse, parse_value
+from rlctl.config.yaml_dump import dump
+from rlctl.config.yaml_source import parse, parse_value
 
 _WRAPPER = "actor_rollout_ref"
 _REFERENCE = re.compile(r"^\$\{(?:oc\.select:)?([\w.]+)(?:,([^{}]*))?\}$")
@@ -60,7 +61,7 @@ def migrate(text: str, label: str) -> Migration:
     document, problems = parse(text, label)
     out = Document({})
     left_out = [LeftOut(p.path, _line(p.origin), "", p.what, False) for p in problems]
-    old = {loc: _resolve(value, document) for loc, value in leaves(document.data)}
+    old = {loc: _resolve(value, document) for loc, value in leaves(document.data) if loc}
     by_path = {dotted(_name(loc)): value for loc, value in old.items()}
     for name, section in SECTIONS.items():
         if name in document.data:

@@ -8,6 +8,9 @@ from typing import Any
 
 from rlctl.errors import ConfigError, RlctlError
 
+MAX_LINES = 50
+"""Problems that a message shows; a file of another kind may have thousands."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -43,7 +46,8 @@ class Problem:
             text += f". Next: {self.hint}"  # often a command, which keeps its first letter
         elif self.hint:
             text += f". {self.hint[0].upper()}{self.hint[1:]}"
-        return text
+        # One problem is one line, whatever stands in a file name or a value.
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
     def to_json(self) -> dict[str, str]:
         """The problem as plain strings."""
@@ -58,14 +62,18 @@ class Problem:
 
 
 class InvalidConfigError(ConfigError):
-    """Every problem of one configuration. ``problems`` has them as data, ``details`` as one line each."""
+    """Every problem of one configuration. ``problems`` has them as data, ``details`` as one line each
+    (the first :data:`MAX_LINES`)."""
 
     def __init__(self, source: str, problems: Sequence[Problem], next: str) -> None:
         count = len(problems)
+        lines = [str(problem) for problem in problems[:MAX_LINES]]
+        if count > MAX_LINES:
+            lines.append(f"and {count - MAX_LINES} more")
         super().__init__(
             f"{'one problem' if count == 1 else f'{count} problems'} in the configuration {source}",
             next=next,
-            details=[str(problem) for problem in problems],
+            details=lines,
         )
         self.problems = tuple(problems)
 

@@ -70,6 +70,15 @@ def find_source(source: str, plugins: PluginSet) -> Source:
     Raises:
         ConfigError: neither is there.
     """
+    try:
+        here = Path.cwd()
+    except OSError as error:
+        raise ConfigError(
+            "the working directory is not there any more",
+            found=error.strerror,
+            wanted="a directory that exists",
+            next="cd to another directory",
+        ) from error
     path = Path(source).expanduser() if source.startswith("~/") else Path(source)
     is_path = "/" in source or source.endswith((".yaml", ".yml"))
     if not is_path:
@@ -84,7 +93,7 @@ def find_source(source: str, plugins: PluginSet) -> Source:
         known = nearest(stem, [r.name for r in list_recipes(plugins)], 0.75) if "/" not in source else None
         raise ConfigError(
             f"there is no configuration file {source[:200]!r}",
-            found=f"no such file in {Path.cwd() if not path.is_absolute() else path.parent}",
+            found=f"no such file in {here if not path.is_absolute() else path.parent}",
             wanted="the path of a YAML file, or the name of a recipe",
             next=f"did you mean {near}?" if near else f"rlctl train {known}" if known else "rlctl recipes",
         )

@@ -27,9 +27,9 @@ from rlctl.errors import ConfigError
 MAX_BYTES = 512 * 1024
 MAX_DEPTH = 50
 MAX_NODES = 50_000
-_TAG = "tag:yaml.org,2002:"
+TAG = "tag:yaml.org,2002:"
 
-_IMPLICIT = (
+IMPLICIT = (
     ("null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
     ("bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
     ("int", re.compile(r"^(?:[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+)$"), list("-+0123456789")),
@@ -75,35 +75,8 @@ class _Loader(yaml.reader.Reader, yaml.scanner.Scanner, yaml.parser.Parser, yaml
         return node
 
 
-class _Dumper(yaml.SafeDumper):
-    """Quotes what either YAML 1.1 or this module's reader would not read as text."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-    def represent_text(self, data: str) -> yaml.Node:
-        # Outside of double quotes the emitter writes these as they are, and a reader takes them for line ends.
-        style = '"' if any(char in data for char in "\x85\u2028\u2029\ufeff") else None
-        return self.represent_scalar(_TAG + "str", data, style=style)
-
-
-_Dumper.add_representer(str, _Dumper.represent_text)
-
-
-for _name, _pattern, _first in _IMPLICIT:
-    _CoreResolver.add_implicit_resolver(_TAG + _name, _pattern, _first)
-    _Dumper.add_implicit_resolver(_TAG + _name, _pattern, _first)
-
-
-def dump(value: Any) -> str:
-    """YAML text that both :func:`parse` and a YAML 1.1 reader take back as the same values."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=110)
-
-
-def dump_inline(value: Any) -> str:
-    """A value on one line, as it would be typed after ``KEY=``."""
-    text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=True, width=10**9)
-    return text.removesuffix("\n").removesuffix("\n...").strip()
+for _name, _pattern, _first in IMPLICIT:
+    _CoreResolver.add_implicit_resolver(TAG + _name, _pattern, _first)
 
 
 def read(path: Path, label: str) -> str:
@@ -191,7 +164,7 @@ def parse(text: str, label: str) -> tuple[Document, list[Problem]]:
             wanted="an escape up to \\U0010FFFF",
             next="write the character itself, or use single quotes",
         ) from error
-    if node is None or (isinstance(node, yaml.ScalarNode) and node.tag == _TAG + "null"):
+    if node is None or (isinstance(node, yaml.ScalarNode) and node.tag == TAG + "null"):
         raise ConfigError(
             f"{label}: the file is empty",
             found="no keys",
@@ -302,7 +275,7 @@ class _Builder:
             if not isinstance(key_node, yaml.ScalarNode):
                 self._problem(loc, line, "a key is a list or a mapping", "keys of plain text")
                 continue
-            if key_node.tag == _TAG + "merge":
+            if key_node.tag == TAG + "merge":
                 merges.append((key_node, value_node))
                 continue
             key = key_node.value
@@ -347,10 +320,10 @@ class _Builder:
         return out
 
     def _scalar(self, node: yaml.ScalarNode, loc: Loc) -> Any:
-        kind = node.tag.removeprefix(_TAG)
+        kind = node.tag.removeprefix(TAG)
         line = node.start_mark.line + 1
         if kind not in _SCALARS:
-            self._problem(loc, line, f"the tag {node.tag.replace(_TAG, '!!')} is not taken", "plain YAML without tags")
+            self._problem(loc, line, f"the tag {node.tag.replace(TAG, '!!')} is not taken", "plain YAML without tags")
             return None
         try:
             value = _SCALARS[kind](node.value)
@@ -363,8 +336,8 @@ class _Builder:
         return value
 
     def _check_tag(self, node: yaml.Node, kind: str, loc: Loc) -> None:
-        if node.tag != _TAG + kind:
-            tag = node.tag.replace(_TAG, "!!")
+        if node.tag != TAG + kind:
+            tag = node.tag.replace(TAG, "!!")
             self._problem(loc, node.start_mark.line + 1, f"the tag {tag} is not taken", "plain YAML without tags")
 
     def _problem(self, loc: Loc, line: int, what: str, wanted: str = "", hint: str = "") -> None:

@@ -1,0 +1,59 @@
+"""Words that name something elsewhere: rewards, metric sinks, procedural tasks. Each must exist before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rlctl.config.document import Document, Loc, dotted
+from rlctl.config.problems import Problem
+from rlctl.config.suggest import nearest
+
+if TYPE_CHECKING:
+    from rlctl.plugins import PluginSet
+
+
+def name_problems(document: Document, plugins: PluginSet) -> list[Problem]:
+    """A problem for each name that neither core nor a plugin knows."""
+    from rlctl.data.procedural import REASONING_GYM, TASKS
+    from rlctl.data.rewards.registry import BUILTIN as REWARDS
+    from rlctl.data.rewards.registry import is_user_function
+    from rlctl.tracking import BUILTIN as SINKS
+
+    problems: list[Problem] = []
+    components = document.get(("reward", "components"))
+    rewards = {*REWARDS, *(spec.name for _, spec in plugins.records("rlctl_rewards"))}
+    for index in range(len(components) if isinstance(components, list) else 0):
+        loc: Loc = ("reward", "components", index, "name")
+        name = document.get(loc)
+        if isinstance(name, str) and name and not is_user_function(name):
+            problems += _unknown(document, loc, name, "reward", rewards, ", or path/to/file.py:function")
+    logger = document.get(("trainer", "logger"))
+    sinks = {*SINKS, *(spec.name for _, spec in plugins.records("rlctl_trackers"))}
+    for index, name in enumerate(logger if isinstance(logger, list) else []):
+        if isinstance(name, str):
+            problems += _unknown(document, ("trainer", "logger", index), name, "metrics sink", sinks)
+    task = document.get(("data", "task", "name"))
+    if isinstance(task, str) and task and not task.startswith(REASONING_GYM):
+        problems += _unknown(
+            document, ("data", "task", "name"), task, "procedural task", TASKS, f", or {REASONING_GYM}NAME"
+        )
+    return problems
+
+
+def _unknown(
+    document: Document, loc: Loc, name: str, kind: str, known: Iterable[str], further: str = ""
+) -> list[Problem]:
+    names = sorted(known)
+    if name in names:
+        return []
+    close = nearest(name, names)
+    return [
+        Problem(
+            dotted(loc),
+            str(document.origin(loc)),
+            f"there is no {kind} {name[:60]!r}",
+            wanted="one of " + ", ".join(names) + further,
+            hint=f"did you mean {close}?" if close else "take one of these",
+        )
+    ]
