@@ -63,7 +63,7 @@ def test_the_picture_fits_every_width(width: int) -> None:
         assert "21.4k" in text
         assert "▁" in text
         assert "█" in text
-        assert "time             update_actor 75%  gen 25%" in text
+        assert "time              update_actor 75%  gen 25%" in text
 
 
 def test_a_low_terminal_shows_the_first_metrics_only() -> None:

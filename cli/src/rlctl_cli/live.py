@@ -21,8 +21,9 @@ from rlctl.tracking.headline import HEADLINES, Headline, pick, write_duration, w
 from rlctl.tracking.reporter import NullReporter, Phase, PlainReporter, Reporter
 from rlctl_cli.sparkline import sparkline
 
-_NAME_WIDTH = 15
+_NAME_WIDTH = 16
 _HISTORY = 2000
+_NOT_PHASES = ("timing_s/step", "timing_s/testing")  # the whole, and what lies outside a step
 
 
 def make_reporter(quiet: bool = False) -> Reporter:
@@ -89,7 +90,7 @@ class _Board:
             value = pick(metrics, curve.headline)
             if value is not None:
                 curve.add(value, step)
-        self.timing = {k[9:]: v for k, v in metrics.items() if k.startswith("timing_s/") and k != "timing_s/step"}
+        self.timing = {k[9:]: v for k, v in metrics.items() if k.startswith("timing_s/") and k not in _NOT_PHASES}
         self.step = step
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
