@@ -78,9 +78,10 @@ def migrate(text: str, label: str) -> Migration:
         for path, item in outcome.items():
             place = tuple(path.split("."))
             held = out.get(place)
-            if out.has(place) and held != item:
-                reason = f"{path} is already {describe(held)}, from {out.origin(place)}"
-                left_out.append(LeftOut(dotted(loc), line, describe(value), reason, False))
+            if out.has(place):
+                if held != item:
+                    reason = f"{path} is already {describe(held)}, from {out.origin(place)}"
+                    left_out.append(LeftOut(dotted(loc), line, describe(value), reason, False))
                 continue
             try:
                 out.set(place, item, Origin("derived", dotted(loc)))
@@ -108,6 +109,9 @@ def _refused(out: Document, lines: Mapping[str, int]) -> tuple[list[LeftOut], tu
         reason = f"{problem.path} takes {problem.wanted}"
         refused.append(LeftOut(source, lines.get(source, 0), describe(out.get(loc)), reason, False))
         out.delete(loc)
+        while len(loc) > 1 and out.get(loc[:-1]) == {}:
+            loc = loc[:-1]
+            out.delete(loc)
     return refused, tuple(to_set)
 
 

@@ -1,0 +1,255 @@
+"""Files of other projects: what is translated, what is not, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlctl.config.check import check
+from rlctl.config.document import Document, dotted
+from rlctl.config.load import load_config
+from rlctl.config.migrate import migrate
+from rlctl.config.migrate_rules import RULES, Left
+from rlctl.config.schema import RunConfig
+from rlctl.config.schema_paths import annotation_at, walk
+from rlctl.config.yaml_source import parse
+from rlctl.errors import ConfigError
+from rlctl.plugins import PluginSet
+
+Write = Callable[..., str]
+
+VERL = """\
+data:
+  train_files: rows.jsonl
+  val_files: [rows.jsonl]
+  prompt_key: question
+  train_batch_size: 64
+  max_prompt_length: 128
+  max_response_length: 256
+  filter_overlong_prompts: True
+  truncation: error
+  image_key: images
+actor_rollout_ref:
+  hybrid_engine: true
+  model: {path: org/tiny, use_remove_padding: true, lora_rank: 0}
+  actor:
+    strategy: fsdp
+    optim: {lr: 1e-6, lr_warmup_steps: -1, lr_warmup_steps_ratio: 0.0, weight_decay: 0.1}
+    ppo_mini_batch_size: 16
+    ppo_micro_batch_size_per_gpu: 4
+    use_dynamic_bsz: true
+    ppo_max_token_len_per_gpu: 16384
+    use_kl_loss: true
+    kl_loss_coef: 0.001
+    kl_loss_type: low_var_kl
+    clip_ratio: 0.2
+    clip_ratio_high: 0.28
+    clip_ratio_c: 10.0
+    grad_clip: 0.5
+    loss_agg_mode: token-mean
+    ulysses_sequence_parallel_size: 1
+    fsdp_config: {param_offload: true, fsdp_size: -1}
+  rollout:
+    name: vllm
+    tensor_model_parallel_size: 2
+    gpu_memory_utilization: 0.6
+    n: 5
+    top_k: -1
+    prompt_length: ${data.max_prompt_length}
+    response_length: ${oc.select:data.nothing,256}
+    val_kwargs: {do_sample: false, top_k: -1, n: 1}
+  ref:
+    log_prob_micro_batch_size_per_gpu: 8
+algorithm: {adv_estimator: gae, use_kl_in_reward: false, gamma: 1.0}
+critic: {optim: {lr: 1e-5}}
+trainer:
+  logger: console
+  n_gpus_per_node: 8
+  nnodes: 2
+  save_freq: -1
+  test_freq: 5
+  total_epochs: 15
+  experiment_name: ${now}
+custom_reward_function: {path: score.py, name: f}
+"""
+
+
+def test_a_verl_file_becomes_ours() -> None:
+    result = migrate(VERL, "verl.yaml")
+    assert result.values == {
+        "data": {
+            "train_files": ["rows.jsonl"],
+            "val_files": ["rows.jsonl"],
+            "columns": {"prompt": "question"},
+            "train_batch_size": 64,
+            "max_prompt_length": 128,
+            "max_response_length": 256,
+            "overlong_prompts": "filter",
+        },
+        "model": {"path": "org/tiny"},
+        "actor": {
+            "backend": "fsdp2",
+            "optim": {"lr": 1e-6, "weight_decay": 0.1, "clip_grad": 0.5},
+            "ppo_mini_batch_size": 16,
+            "max_tokens_per_device": 16384,
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.001,
+            "kl_loss_type": "low_var_kl",
+            "policy_loss": {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 10.0},
+            "loss_agg_mode": "token-mean",
+            "parallel": {"usp": 1},
+            "engine": {"param_offload": True},
+        },
+        "rollout": {
+            "backend": "vllm",
+            "parallel": {"tp": 2},
+            "n": 5,
+            "top_k": 0,
+            "val_kwargs": {"temperature": 0.0, "top_k": 0, "n": 1},
+        },
+        "ref": {"micro_batch_size_per_device": 8},
+        "trainer": {"logger": ["console"], "nproc": 16, "save_freq": 0, "test_freq": 5, "total_epochs": 15},
+        "reward": {"components": [{"name": "score.py:f"}]},
+    }
+    lost = {item.path: (item.line, item.reason) for item in result.left_out if not item.needless}
+    assert set(lost) == {
+        "data.image_key",
+        "actor_rollout_ref.rollout.gpu_memory_utilization",
+        "algorithm.adv_estimator",
+        "trainer.experiment_name",
+    }
+    assert lost["data.image_key"] == (10, "rlctl has no such key")
+    assert lost["algorithm.adv_estimator"] == (42, "algorithm.adv_estimator takes one of grpo")
+    needless = {item.path for item in result.left_out if item.needless}
+    assert {"critic", "algorithm.gamma", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"} <= needless
+    assert result.origins["rollout.n"] == "actor_rollout_ref.rollout.n"
+    assert result.to_set == ()
+
+
+def test_every_key_of_the_old_file_is_accounted_for() -> None:
+    from rlctl.config.document import leaves
+
+    document, _ = parse(VERL, "verl.yaml")
+    result = migrate(VERL, "verl.yaml")
+    named = {*result.origins.values(), *(item.path for item in result.left_out)}
+    # One new value may come from several old keys, and names the first of them.
+    shared = {
+        "trainer.nnodes",
+        "custom_reward_function.name",
+        "actor_rollout_ref.rollout.prompt_length",
+        "actor_rollout_ref.rollout.response_length",
+        "actor_rollout_ref.actor.clip_ratio_high",
+    }
+    keys = {dotted(loc).partition("[")[0] for loc, _ in leaves(document.data) if loc[0] != "critic"}
+    assert keys - named <= shared, keys - named
+
+
+def test_a_trl_file_becomes_ours() -> None:
+    text = """\
+model_name_or_path: org/tiny
+dataset_name: org/rows
+learning_rate: 1e-6
+num_generations: 8
+per_device_train_batch_size: 8
+gradient_accumulation_steps: 4
+max_prompt_length: 512
+max_completion_length: 256
+beta: 0.04
+epsilon: 0.2
+loss_type: dr_grpo
+scale_rewards: false
+max_steps: 100
+warmup_ratio: 0.1
+lr_scheduler_type: polynomial
+temperature: 0.9
+bf16: true
+output_dir: out
+"""
+    result = migrate(text, "trl.yaml")
+    assert result.values == {
+        "model": {"path": "org/tiny"},
+        "data": {
+            "train_files": ["hf:org/rows:train"],
+            "train_batch_size": 4,
+            "max_prompt_length": 512,
+            "max_response_length": 256,
+        },
+        "actor": {
+            "optim": {"lr": 1e-6},
+            "micro_batch_size_per_device": 8,
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.04,
+            "policy_loss": {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2},
+            "loss_agg_mode": "seq-mean-token-sum-norm",
+        },
+        "rollout": {"n": 8, "temperature": 0.9},
+        "algorithm": {"norm_adv_by_std_in_grpo": False},
+        "trainer": {"total_training_steps": 100},
+    }
+    assert [item.path for item in result.left_out if not item.needless] == [
+        "warmup_ratio",
+        "lr_scheduler_type",
+        "bf16",
+        "output_dir",
+    ]
+
+
+def test_a_file_of_ours_passes_through() -> None:
+    text = "model: {path: a/b}\ndata: {task: {name: sort_digits, args: {length: 3}}}\nactor: {engine: {kernel: x}}\n"
+    result = migrate(text, "ours.yaml")
+    assert result.values == parse(text, "ours.yaml")[0].data
+    assert result.left_out == ()
+
+
+def test_what_is_missing_is_named_and_values_that_do_not_fit_are_taken_out() -> None:
+    result = migrate("trainer: {seed: many}\nactor_rollout_ref: {rollout: {n: 1, temperature: hot}}\n", "x.yaml")
+    assert [line.partition(":")[0] for line in result.to_set] == ["model", "data"]
+    assert {item.path: item.reason for item in result.left_out} == {
+        "trainer.seed": "trainer.seed takes a whole number, at least 0",
+        "actor_rollout_ref.rollout.temperature": "rollout.temperature takes a number, more than 0",
+    }
+    assert result.values["rollout"] == {"n": 1}
+
+
+def test_the_new_file_loads(run_file: Write, plugins: PluginSet, tmp_path: Path) -> None:
+    (tmp_path / "score.py").write_text("def f(): ...\n")
+    result = migrate(VERL, "verl.yaml")
+    path = run_file(result.to_yaml())
+    overrides = ["actor.backend=grid", "actor.engine={}", "rollout.backend=sampler"]
+    config = load_config(path, overrides, plugins=plugins).config
+    assert config.trainer.nproc == 16
+    assert config.actor.policy_loss.clip_ratio_high == 0.28
+    _, problems = check(RunConfig, Document(result.values))
+    assert problems == []
+
+
+def test_every_rule_sets_keys_that_exist() -> None:
+    engine = {"activation_checkpointing", "param_offload", "optimizer_offload", "reshard_after_forward"}
+    tried = 0
+    for path, rule in RULES.items():
+        for value in (1, True, False, "error", "fsdp", "vllm", "bf16", "grpo", 0.5, ["x"], None):
+            leaves = {
+                "custom_reward_function.path": "a.py",
+                "actor.use_dynamic_bsz": True,
+                "ref.log_prob_use_dynamic_bsz": True,
+            }
+            outcome = rule(value, leaves)
+            if isinstance(outcome, Left):
+                assert outcome.reason, path
+                continue
+            for target in outcome:
+                loc = tuple(target.split("."))
+                known = annotation_at(loc) is not None or (loc[1] == "engine" and loc[2] in engine)
+                assert known, (path, target)
+                tried += 1
+    assert tried > 100
+    assert len(list(walk())) > 100
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "a: [\n"])
+def test_what_is_no_configuration_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        migrate(text, "x.yaml")
+    assert caught.value.next
