@@ -1,11 +1,12 @@
 """docs/write-a-plugin.md is executed: its files become a dist, its commands run in order, their output is what it shows.
 
 Conventions of the page: a fence ```` ```LANGUAGE file=PATH ```` is a file; a fence ```` ```console ```` holds commands
-(lines that start with ``$ ``) and what they print, where ``...`` stands for anything.
+(lines that start with ``$ ``, continued after a backslash) and what they print, where ``...`` stands for anything.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -45,7 +46,9 @@ def read_page(text: str) -> Page:
             page.files[rest.removeprefix("file=")] = match["body"]
         elif language == "console":
             for line in match["body"].splitlines():
-                if line.startswith("$ "):
+                if page.commands and page.commands[-1].line.endswith("\\"):
+                    page.commands[-1].line += "\n" + line
+                elif line.startswith("$ "):
                     page.commands.append(Command(line[2:]))
                 else:
                     page.commands[-1].shown.append(line)
@@ -79,7 +82,15 @@ class Place:
     def run(self, line: str) -> subprocess.CompletedProcess[str]:
         """Run one line of the page as a shell would."""
         return subprocess.run(
-            line, shell=True, cwd=self.directory, env=self.env, capture_output=True, text=True, timeout=300, check=False
+            line,
+            shell=True,
+            cwd=self.directory,
+            env=self.env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+            check=False,
         )
 
 
@@ -151,11 +162,17 @@ def test_every_command_does_what_the_page_shows(page: Page, place: Place) -> Non
     assert shutil.which("pip", path=place.env["PATH"]), "this test installs a dist with pip"
     for command in page.commands:
         done = place.run(command.line)
-        printed = done.stdout + done.stderr
+        printed = done.stdout
         assert done.returncode == 0, f"$ {command.line}\n{printed[-3000:]}"
         assert "Traceback" not in printed, f"$ {command.line}\n{printed[-3000:]}"
         missing = shows(command.shown, printed)
         assert missing is None, f"$ {command.line}\ndid not print: {missing}\n{printed[-3000:]}"
+    # Two optimizer steps of GRPO were taken by the page's own engine, each with a real gradient.
+    lines = (place.directory / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [row for row in map(json.loads, lines) if "actor/grad_norm" in row]
+    assert len(steps) == 2
+    assert all(0 < row["actor/grad_norm"] < 100 and row["actor/skipped_steps"] == 0 for row in steps)
+    assert all(row["training/rollout_probs_diff_mean"] < 1e-4 for row in steps)
 
 
 @pytest.mark.slow
@@ -179,7 +196,7 @@ def test_the_fault_that_the_page_suggests_is_found(page: Page, place: Place) -> 
 @pytest.mark.slow
 def test_a_misspelt_setting_is_refused_with_the_nearest_name(place: Place) -> None:
     done = place.run("rlctl train quickstart --backend plain actor.engine.atention=eager")
-    printed = done.stdout + done.stderr
+    printed = done.stdout
     assert done.returncode == 1, printed
     assert "Traceback" not in printed
     assert "actor.engine.atention" in printed

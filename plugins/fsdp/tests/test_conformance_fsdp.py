@@ -35,7 +35,7 @@ class TestPlain(TrainConformance):
     backend = "fsdp2"
     model: ClassVar[Mapping[str, Any]] = {"config": LLAMA}
     vocab_size = 32
-    dropout_model: ClassVar[Mapping[str, Any]] = {"config": {**NEOX, "hidden_dropout": 0.5}}
+    dropout_model: ClassVar[Mapping[str, Any] | None] = {"config": {**NEOX, "hidden_dropout": 0.5}}
 
 
 class TestSharded(TestPlain):
