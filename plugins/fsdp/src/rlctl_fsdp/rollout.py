@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from rlctl.topology import Topology
 from rlctl_fsdp.build import build_empty, load_config, starts_random
 from rlctl_fsdp.decoding import decode
 from rlctl_fsdp.generation_mode import generation_mode
+from rlctl_fsdp.module import Root
 from rlctl_fsdp.rollout_config import HFRolloutConfig
 from rlctl_fsdp.rollout_probe import choose_runner
 from rlctl_fsdp.rollout_weights import (
@@ -35,6 +36,7 @@ from rlctl_fsdp.rollout_weights import (
     named_weights,
     own_module,
 )
+from rlctl_fsdp.runners import Runner
 from rlctl_fsdp.scoring import score_sequences
 from rlctl_fsdp.stopping import StopRules
 
@@ -51,11 +53,12 @@ class HFRollout:
         self.config: PreTrainedConfig | None = None
         self.module: PreTrainedModel | None = None
         self.attached = False
+        self._root: Root | None = None
         self.version = -1
         self.notes: dict[str, str] = {}
         self.tokenizer: Any = None
         self._end_ids: tuple[int, ...] = ()
-        self._runners: dict[Any, tuple[Any, str]] = {}
+        self._runners: dict[Any, tuple[type[Runner], str]] = {}
 
     # ---- building ---------------------------------------------------------------------------------------------
     @hookimpl
@@ -88,20 +91,20 @@ class HFRollout:
 
     @hookimpl
     def rlctl_shutdown(self) -> bool:
-        self.module = None
+        self.module = self._root = None
         self._runners.clear()
         return True
 
     # ---- weights ----------------------------------------------------------------------------------------------
     @hookimpl
     def rlctl_attach_module(self, module: Any, version: int) -> bool:
-        if not isinstance(module, PreTrainedModel):
+        model = module.model if isinstance(module, Root) else module
+        if not isinstance(model, PreTrainedModel):
             return False
-        self.module, self.attached, self.version = module, True, version
+        self.module, self.attached, self.version = model, True, version
+        self._root = module if isinstance(module, Root) else None
         assert self.config is not None, "rlctl_engine_init comes first"
-        self._end_ids = tuple(
-            sorted({*self._end_ids, *end_token_ids(self.model, module.config, self.tokenizer, module)})
-        )
+        self._end_ids = tuple(sorted({*self._end_ids, *end_token_ids(self.model, model.config, self.tokenizer, model)}))
         return True
 
     @hookimpl
@@ -109,7 +112,7 @@ class HFRollout:
         if self.module is None or self.attached:
             assert self.config is not None, "rlctl_engine_init comes first"
             self.module = empty_module(self.model, self._dtype(), self.device)
-            self.attached = False
+            self.attached, self._root = False, None
         report = load_named(self.module, weights)
         self.version = version
         return report
@@ -159,9 +162,10 @@ class HFRollout:
             wanted = torch.bfloat16 if held is torch.float32 and self.device.type == "cuda" and self.attached else held
         return nullcontext() if wanted is held else torch.autocast(self.device.type, dtype=wanted)
 
-    @contextmanager
-    def _lent(self, module: PreTrainedModel) -> Iterator[Callable[[], Any]]:
-        """The module in generation mode; yields a maker of runners for it."""
+    @torch.no_grad()
+    def _lend(self, job: Callable[[PreTrainedModel, Callable[[], Runner]], Any]) -> Any:
+        """Run ``job(module, make_runner)`` while the module is in generation mode."""
+        module = self._served()
         where = next(module.parameters()).device
         if where.type != self.device.type:
             raise EngineError(
@@ -170,12 +174,17 @@ class HFRollout:
                 wanted=str(self.device),
                 next="set rollout.share_weights=false, or switch actor.engine.param_offload off",
             )
-        with self._autocast(module):
-            kind = self._choose(module)
-            with generation_mode(module, kind.attention_of(module)):
-                yield lambda: kind(module, self.device)
 
-    def _choose(self, module: PreTrainedModel) -> Any:
+        def run(model: PreTrainedModel) -> Any:
+            with self._autocast(model):
+                kind = self._choose(model)
+                with generation_mode(model, kind.attention_of(model)):
+                    return job(model, lambda: kind(model, self.device))
+
+        # The weights that FSDP keeps with the root (embedding, head) are whole only within the root's forward.
+        return run(module) if self._root is None else self._root(run)
+
+    def _choose(self, module: PreTrainedModel) -> type[Runner]:
         key = (id(module.config), type(module))
         if key not in self._runners:
             self._runners[key] = choose_runner(module, self.device, self.settings.path)
@@ -196,30 +205,23 @@ class HFRollout:
         stops = StopRules(self._vocab(module), ends, params.stop, self.tokenizer)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         out: list[Completion | None] = [None] * (len(request.prompts) * params.n)
-        with self._lent(module) as make_runner:
-            for completion in decode(
-                make_runner,
-                request.prompts,
-                params,
-                seed,
-                stops,
-                self.device,
-                self.settings.max_batch_rows,
-                self.settings.max_batch_tokens,
-            ):
+
+        def run(_: PreTrainedModel, make_runner: Callable[[], Runner]) -> None:
+            limits = (self.settings.max_batch_rows, self.settings.max_batch_tokens)
+            for completion in decode(make_runner, request.prompts, params, seed, stops, self.device, *limits):
                 out[completion.prompt_index * params.n + completion.sample_index] = completion
                 if on_done is not None:
                     on_done(completion)
-        assert all(c is not None for c in out)
-        return [c for c in out if c is not None]
+
+        self._lend(run)
+        done = [c for c in out if c is not None]
+        assert len(done) == len(out)
+        return done
 
     @hookimpl
     def rlctl_score(self, request: ScoreRequest) -> list[TokenScores]:
-        module = self._served()
-        with self._lent(module) as make_runner:
-            return score_sequences(
-                make_runner(), request, self._vocab(module), self.device, self.settings.max_batch_tokens
-            )
+        vocab, budget = self._vocab(self._served()), self.settings.max_batch_tokens
+        return self._lend(lambda _, make_runner: score_sequences(make_runner(), request, vocab, self.device, budget))
 
     def _vocab(self, module: PreTrainedModel) -> int:
         head = module.get_output_embeddings()

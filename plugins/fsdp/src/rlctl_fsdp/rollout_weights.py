@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.utils import logging
 
 from rlctl.errors import EngineError
 from rlctl_fsdp.build import build_whole, load_config
@@ -57,6 +59,8 @@ def empty_module(model: Mapping[str, Any], dtype: torch.dtype, device: torch.dev
         module = AutoModelForCausalLM.from_config(
             load_config(model), dtype=dtype, trust_remote_code=bool(model.get("trust_remote_code"))
         )
+    # Tying is part of the initialisation that was left out.
+    module.tie_weights()
     return module.eval().to(device)
 
 
@@ -70,11 +74,11 @@ def load_named(module: PreTrainedModel, weights: Iterator[tuple[str, torch.Tenso
     """Copy ``weights`` into ``module``.
 
     Returns:
-        ``loaded``: the given names; ``missing``: names of this model that none of them filled. A tied weight counts as
-        filled under each of its names.
+        ``loaded``: the given names that were used; ``missing``: names of this model that none of them filled (a tied
+        weight is filled under each of its names); ``unexpected``: given names that the model does not have.
 
     Raises:
-        EngineError: a name that the model does not have, or another shape.
+        EngineError: a weight has another shape.
     """
     targets = _parameters(module)
     loaded: list[str] = []
@@ -98,7 +102,7 @@ def load_named(module: PreTrainedModel, weights: Iterator[tuple[str, torch.Tenso
     if others:
         loaded += _load_converted(module, others, targets, filled)
     missing = sorted(name for name, target in targets.items() if target.data_ptr() not in filled)
-    return {"loaded": loaded, "missing": missing}
+    return {"loaded": loaded, "missing": missing, "unexpected": sorted(set(others) - set(loaded))}
 
 
 def _load_converted(
@@ -106,27 +110,40 @@ def _load_converted(
 ) -> list[str]:
     """Weights whose names in files differ from those in memory (transformers merges experts, for example).
 
-    transformers' own loader does the conversion, on a module of its own.
+    transformers' own loader does the conversion, on a module of its own. Returns the names that it could use.
     """
-    answer: Any = type(module).from_pretrained(
-        None, config=module.config, state_dict=others, dtype=module.dtype, output_loading_info=True
-    )
-    reader, report = answer
-    unexpected = sorted(report["unexpected_keys"])
-    if unexpected:
-        raise EngineError(
-            "the rollout model has no weight of this name",
-            found=", ".join(unexpected[:4]) + (f" and {len(unexpected) - 4} more" if len(unexpected) > 4 else ""),
-            wanted="names of the Hugging Face model",
-            next="the training and the rollout model must be one architecture: check model.path and model.config",
+    with _quiet():
+        answer: Any = type(module).from_pretrained(
+            None,
+            config=module.config,
+            state_dict=others,
+            dtype=module.dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
-    absent = set(report["missing_keys"])
+    reader, report = answer
+    # A fused weight with a part missing has another shape: it was not loaded either.
+    absent = set(report["missing_keys"]) | {name for name, *_ in report["mismatched_keys"]}
     for name, tensor in reader.state_dict().items():
         if name in absent or name not in targets or targets[name].data_ptr() in filled:
             continue
         targets[name].copy_(tensor)
         filled.add(targets[name].data_ptr())
-    return sorted(others)
+    return sorted(set(others) - set(report["unexpected_keys"]))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The loader reports what a partial load lacks; here that is expected, and reported by the caller."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def named_weights(module: PreTrainedModel, names: Sequence[str]) -> dict[str, torch.Tensor]:

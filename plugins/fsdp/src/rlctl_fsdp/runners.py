@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -217,11 +217,11 @@ class DynamicRunner:
 
     def prefill(self, prompts: Sequence[Sequence[int]], copies: int, max_new: int) -> torch.Tensor:
         ids = torch.tensor([list(p) for p in prompts], device=self.device)
-        cache = self.cache = DynamicCache(config=self.module.config)
+        self.cache = DynamicCache(config=self.module.config)
         logits = self._forward(ids, torch.arange(ids.shape[1], device=self.device)[None])
         self.position = ids.shape[1] - 1
         if copies > 1:
-            cache.batch_repeat_interleave(copies)
+            self._reorder(torch.arange(len(prompts), device=self.device).repeat_interleave(copies))
         return logits
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -234,8 +234,12 @@ class DynamicRunner:
         return self._forward(tokens[:, None], torch.tensor([[self.position]], device=self.device))
 
     def keep(self, index: torch.Tensor) -> None:
+        self._reorder(index)
+
+    def _reorder(self, index: torch.Tensor) -> None:
         assert self.cache is not None
-        self.cache.batch_select_indices(index)
+        # The one batch operation that layers of every kind have; it selects, so an index may also come twice.
+        self.cache.reorder_cache(cast(torch.LongTensor, index))
 
 
 class RecomputeRunner:
