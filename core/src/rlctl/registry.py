@@ -14,7 +14,7 @@ from rlctl import remedy
 from rlctl.causes import cause_chain
 from rlctl.declare import guarded, load_object
 from rlctl.discovery import Candidate
-from rlctl.errors import BackendUnavailableError, EngineError
+from rlctl.errors import BackendUnavailableError, RlctlError
 from rlctl.plugins import BackendRecord, PluginSet
 from rlctl.records import BackendKind, ModelType
 
@@ -144,6 +144,8 @@ def create_engine(
         return load_object(spec.engine)()
 
     built = guarded(provider)
+    if isinstance(built, RlctlError):
+        raise built  # the plugin's own error knows what to do next
     if isinstance(built, BaseException):
         raise registration_failed(record, built) from built
     from rlctl.engine import Engine
@@ -162,8 +164,6 @@ def registration_failed(record: BackendRecord, error: BaseException) -> BackendU
     """The error of a backend whose libraries do not import, with every link of the chain."""
     causes = cause_chain(error)
     candidate = Candidate(record.spec.name, record.dist, record.version, record.spec.engine)
-    if isinstance(error, EngineError):
-        raise error
     return BackendUnavailableError(
         f"backend {record.spec.name!r} of {record.label} does not load",
         details=[f"because {c.line}" if i else c.line for i, c in enumerate(causes)],

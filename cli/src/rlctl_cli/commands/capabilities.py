@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
@@ -23,6 +24,15 @@ _STATE = {
     "not_built": "not built",
 }
 _PROVED = ("parity", "end_to_end")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of a backend that say the same: the cells of one of them, and the heads and devices of all."""
+
+    cells: Sequence[Cell]
+    heads: str
+    devices: str
 
 
 @click.command()
@@ -50,48 +60,51 @@ def capabilities(backends: tuple[str, ...], device: str | None, as_json: bool) -
     from rlctl_cli.output import console
 
     out = console()
-    groups = _groups(cells)
     if not backends:
-        _print_overview(groups, cells, out)
-    shown = [g for g in groups if backends or g[0].state in ("installed", "broken")]
-    for group in shown:
-        _print_group(group, cells, out)
+        _print_overview(cells, out)
+    for group in _groups(cells, _all_facts):
+        if backends or group.cells[0].state in ("installed", "broken"):
+            _print_group(group, out)
     for problem in book.problems:
         click.echo(f"evidence left out: {problem}", err=True)
     if not backends:
         click.echo("Reasons of the others: rlctl capabilities --backend NAME")
 
 
-def _groups(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """Cells of one backend and head, devices with equal cells merged; each group has one cell an axis."""
-    rows: dict[tuple, list[Cell]] = {}
+def _groups(cells: Sequence[Cell], facts: Callable[[Sequence[Cell]], str]) -> list[Group]:
+    """One group a backend and distinct ``facts``: the heads and devices that share them are merged."""
+    rows: dict[tuple[str, str, str, str, str | None], list[Cell]] = {}
     for cell in cells:
         rows.setdefault((cell.backend, cell.dist, cell.model_type, cell.device, cell.vendor), []).append(cell)
-    merged: dict[tuple, list[Cell]] = {}
+    merged: dict[tuple[str, str, str], list[list[Cell]]] = {}
     for row in rows.values():
-        merged.setdefault((row[0].backend, row[0].dist, _facts(row)), row)
-    return list(merged.values())
+        merged.setdefault((row[0].backend, row[0].dist, facts(row)), []).append(row)
+    groups = [
+        Group(same[0], _join(r[0].model_type for r in same), _join(map(_place, same))) for same in merged.values()
+    ]
+    order = list(dict.fromkeys(c.backend for c in cells))
+    return sorted(groups, key=lambda g: order.index(g.cells[0].backend))
 
 
-def _facts(row: Iterable[Cell]) -> str:
+def _all_facts(row: Sequence[Cell]) -> str:
     """Everything that a row says, without the device and head that it is about."""
     return json.dumps([[c.axis, c.support, c.reason, c.evidence.to_json()] for c in row])
 
 
-def _places(group: Sequence[Cell], cells: Iterable[Cell]) -> tuple[str, str]:
-    """The heads and devices that a merged group stands for."""
-    first = group[0]
-    facts = _facts(group)
-    same: dict[tuple[str, str, str | None], list[Cell]] = {}
-    for cell in cells:
-        if (cell.backend, cell.dist) == (first.backend, first.dist):
-            same.setdefault((cell.model_type, cell.device, cell.vendor), []).append(cell)
-    mine = [key for key, row in same.items() if _facts(row) == facts]
-    heads = ", ".join(dict.fromkeys(k[0] for k in mine))
-    return heads, ", ".join(dict.fromkeys(k[1] if k[2] is None else f"{k[1]}/{k[2]}" for k in mine))
+def _words(row: Sequence[Cell]) -> str:
+    """What the overview shows of a row."""
+    return " ".join(_WORD[c.support] + _mark(c) for c in row)
 
 
-def _print_overview(groups: Sequence[Sequence[Cell]], cells: Sequence[Cell], out: Console) -> None:
+def _place(row: Sequence[Cell]) -> str:
+    return row[0].device if row[0].vendor is None else f"{row[0].device}/{row[0].vendor}"
+
+
+def _join(items: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(items))
+
+
+def _print_overview(cells: Sequence[Cell], out: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -99,11 +112,13 @@ def _print_overview(groups: Sequence[Sequence[Cell]], cells: Sequence[Cell], out
     for axis in dict.fromkeys(c.axis for c in cells):
         table.add_column(str(axis))
     table.add_column("state")
-    for group in groups:
-        first = group[0]
-        words = [Text(_WORD[c.support] + _mark(c), style=_STYLE[c.support]) for c in group]
-        places = ": ".join(_places(group, cells)).replace("language_model", "lm").replace("value_model", "value")
-        table.add_row(Text(first.backend), first.kind, Text(places), *words, Text(_STATE[first.state]))
+    for group in _groups(cells, _words):
+        first = group.cells[0]
+        words = [Text(_WORD[c.support] + _mark(c), style=_STYLE[c.support]) for c in group.cells]
+        heads = group.heads.replace("language_model", "lm").replace("value_model", "value")
+        table.add_row(
+            Text(first.backend), first.kind, Text(f"{heads}: {group.devices}"), *words, Text(_STATE[first.state])
+        )
     out.print(table)
     out.print(
         Text(
@@ -118,16 +133,17 @@ def _mark(cell: Cell) -> str:
     return "~" if cell.evidence.stale else "*"
 
 
-def _print_group(group: Sequence[Cell], cells: Sequence[Cell], out: Console) -> None:
+def _print_group(group: Group, out: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    first = group[0]
-    heads, devices = _places(group, cells)
+    first = group.cells[0]
     state = f", {_STATE[first.state]}" if _STATE[first.state] else ""
-    out.print(Text(f"{first.backend} ({first.dist or 'no plugin'}{state}): {heads} on {devices}", style="bold"))
+    out.print(
+        Text(f"{first.backend} ({first.dist or 'no plugin'}{state}): {group.heads} on {group.devices}", style="bold")
+    )
     table = Table("axis", "support", "evidence", "reason", box=None, pad_edge=False, header_style="dim")
-    for cell in group:
+    for cell in group.cells:
         support = Text(str(cell.support).replace("_", " "), style=_STYLE[cell.support])
         table.add_row(str(cell.axis), support, Text(_evidence(cell)), Text(cell.reason))
     out.print(table)
