@@ -44,6 +44,7 @@ def make(root: Path, name: str = "run", kind: str = "rl", **more: Any) -> RunDir
         "origins": {"actor.optim.lr": "override actor.optim.lr=1e-4"},
         "versions": {"torch": "2.13.0"},
         "process": process_record(),
+        "resumes": [{"step": 20, "command_line": "rlctl train --resume last"}],
         "started": now(),
         "total_training_steps": 40,
     }
@@ -148,6 +149,7 @@ def test_the_page_tells_the_story(run: RunDirectory) -> None:
     for words in (
         "tiny", "sort", "fsdp2", "a processor", "trainer 7", "weight_fingerprint", "done", "2.13.0",
         "rlctl train quickstart actor.optim.lr=1e-4", "git checkout 0123456789ab", "not committed",
+        "rlctl train --resume last   # from step 20",
         "Reward", "KL", "Entropy", "Response length", "Gradient norm", "Where the time goes", "Throughput",
         "early words", "late words", "override actor.optim.lr=1e-4", "first to last tenth", "the run stops here",
     ):  # fmt: skip

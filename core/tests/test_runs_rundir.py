@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -146,3 +147,18 @@ def test_rewind_moves_later_lines_and_checkpoints_aside(tmp_path: Path) -> None:
     assert run.rewind(3) == []
     run.write_samples([{"step": 9}])
     assert [p.name for p in run.rewind(3)] == ["samples.jsonl.bak-2"]
+
+
+def test_the_time_between_two_processes_does_not_count(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "r", "", {"started": "2026-01-01T00:00:00+00:00"})
+    begin = datetime.fromisoformat("2026-01-01T00:00:00+00:00").timestamp()
+    run.metrics_path.write_text(f'{{"training/global_step": 1, "training/unix_time": {begin + 90}}}\n')
+    run.rewind(1)  # the process died, 90 s after its start and long ago
+    run.finish("done")
+    manifest = run.manifest()
+    assert manifest["resumes"][0]["duration_before_s"] == 90
+    assert 90 <= manifest["duration_s"] < 150
+    run.rewind(1)
+    assert run.manifest()["duration_s"] is None
+    run.finish("done")
+    assert manifest["duration_s"] <= run.manifest()["duration_s"] < 150

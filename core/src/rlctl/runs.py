@@ -13,7 +13,6 @@ import yaml
 from rlctl import files
 from rlctl.checkpoint import find_damage, list_checkpoints
 from rlctl.errors import CheckpointError, UsageError
-from rlctl.manifest import seconds_since
 from rlctl.rundir import RunDirectory, default_root
 from rlctl.tracking.headline import HEADLINES
 from rlctl.tracking.reader import STEP, TIME, Metrics, Series, merge, read_metrics
@@ -125,7 +124,7 @@ def summarise(run: RunDirectory) -> RunSummary:
         val_score=values.get("val/loss" if sft else "val/score/mean"),
         best=manifest.get("best"),
         started=manifest.get("started"),
-        duration_s=seconds_since(manifest.get("started")) if status == "running" else manifest.get("duration_s"),
+        duration_s=run.worked_s() if status == "running" else manifest.get("duration_s"),
         error=manifest.get("error"),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any
 
 from rlctl import __version__
@@ -52,7 +53,7 @@ def _head(story: Story) -> Child:
     actor = (manifest.get("engines") or {}).get("actor") or {}
     size = actor.get("num_parameters")
     facts = [
-        ("model", f"{run['model'] or '-'}" + (f" ({write_number(size, 'rate')} parameters)" if size else "")),
+        ("model", _short(run["model"] or "-") + (f" ({write_number(size, 'rate')} parameters)" if size else "")),
         ("task", run["task"]),
         ("algorithm", manifest.get("algorithm")),
         ("backend", " + ".join(str(manifest[k]) for k in ("backend", "rollout") if manifest.get(k))),
@@ -68,6 +69,12 @@ def _head(story: Story) -> Child:
         tag("h1", run["name"], " ", status),
         tag("dl", [tag("div", tag("dt", k), tag("dd", str(v))) for k, v in facts if v], class_="facts"),
     )
+
+
+def _short(path: str) -> str:
+    """The end of an absolute path; a hub id or a relative path as it is. The configuration has the whole."""
+    parts = PurePath(path).parts
+    return path if len(parts) < 4 or not PurePath(path).is_absolute() else "/".join(("...", *parts[-2:]))
 
 
 _CHIPS = ("done", "running", "failed", "died", "interrupted")
@@ -173,6 +180,7 @@ def _samples(story: Story) -> Child:
     if not story.pairs:
         return None
     which = "validation prompts, early and late" if story.split == "val" else "training rollouts, early and late"
+    which += "; those whose reward changed come first"
     if all(pair.late is None for pair in story.pairs):
         which = "the only step with samples so far"
     return tag("section", tag("h2", "Rollouts ", tag("small", which)), [_pair(pair) for pair in story.pairs])
@@ -228,12 +236,17 @@ def _reproduce(manifest: Mapping[str, Any]) -> Child:
         dirty = "   # with changes that were not committed" if git.get("dirty") else ""
         lines.append(f"git checkout {git['commit'][:12]}{dirty}")
     lines.append(str(manifest.get("command_line") or "(no command was recorded)"))
+    lines += [f"{r['command_line']}   # from step {r.get('step')}" for r in _resumes(manifest)]
     data = [
         tag("tr", tag("td", str(d.get("path"))), tag("td", f"{d.get('bytes')} bytes"), tag("td", str(d.get("sha256"))))
         for d in manifest.get("data") or []
     ]
     files = tag("details", tag("summary", f"Data files ({len(data)})"), tag("table", data)) if data else None
     return tag("section", tag("h2", "To run it again"), tag("pre", "\n".join(lines), class_="code"), files)
+
+
+def _resumes(manifest: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [r for r in manifest.get("resumes") or [] if r.get("command_line")]
 
 
 def _config(config: Mapping[str, Any], origins: Mapping[str, str]) -> Child:
