@@ -9,7 +9,6 @@ DataError with the row's name.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from rlctl.data.columns import Message, Row
@@ -30,7 +29,7 @@ class PromptEncoder:
     prompt and the user's text with a blank line between, and a beginning-of-sequence token where the tokenizer adds one.
 
     Raises:
-        DataError: ``always`` without a template, or a ``data.prompt_template`` that is not usable.
+        DataError: ``always`` without a template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
@@ -43,7 +42,6 @@ class PromptEncoder:
                 next="set model.chat_template, or data.apply_chat_template=auto",
             )
         self.uses_chat_template = has_template and data.apply_chat_template != "never"
-        _check_prompt_template(data.prompt_template)
         self._bos = self._leading_ids()
         self._special_ids = _special_ids(tokenizer)
         self._stops: tuple[int, ...] | None = None
@@ -276,22 +274,3 @@ class PromptEncoder:
 def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     added: Any = getattr(tokenizer, "added_tokens_decoder", {})
     return frozenset({*(i for i, token in added.items() if token.special), *tokenizer.all_special_ids})
-
-
-def _check_prompt_template(template: str | None) -> None:
-    if template is None:
-        return
-    try:
-        fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
-        template.format(prompt="")
-    except (ValueError, KeyError, IndexError, AttributeError) as error:
-        fields, reason = [], f"{type(error).__name__}: {error}"
-    else:
-        reason = f"the fields {fields}" if fields else "no field at all"
-    if not fields or any(name != "prompt" for name in fields):
-        raise DataError(
-            "data.prompt_template is not usable",
-            found=reason,
-            wanted="text with {prompt} where the prompt goes; a brace of its own is written twice: {{ }}",
-            next='data.prompt_template="{prompt}"',
-        )

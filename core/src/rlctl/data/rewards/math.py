@@ -89,8 +89,8 @@ def load_job(float_rounding: int, strict: bool, timeout_s: float) -> Callable[[t
 
     @functools.lru_cache(maxsize=4096)
     def gold(answer: str) -> Any:
-        # An answer column holds bare LaTeX, which the parser only takes between dollars.
-        for text in (f"${answer}$", answer) if "\\" in answer and "$" not in answer else (answer, f"${answer}$"):
+        # An answer column holds bare LaTeX or an expression, of which the parser, left alone, takes the last number.
+        for text in (f"\\boxed{{{answer}}}", answer):
             parsed = parse(text, parsing_timeout=alarm_s)
             if parsed:
                 return parsed
