@@ -20,8 +20,8 @@ LIGHT = """
             name=name, kind=kind, engine="cfgtoy_engine:Engine", config=f"cfgtoy_settings:{model}", api_version=(1, 0),
             model_types=(ModelType.LANGUAGE_MODEL,), devices=(("cpu", None), ("cuda", None)),
             capabilities=tuple(
-                Capability(axis=Axis(axis), support=Support(support), reason=reason, device=device)
-                for axis, support, reason, device in cells
+                Capability(axis=Axis(axis), support=Support(support), reason=reason, device=device, constraint=rule)
+                for axis, support, reason, device, *rest in cells for rule in [rest[0] if rest else None]
             ),
             requirements=(), imports=("cfgtoy_engine",), install_hint="pip install cfgtoy", aliases=aliases,
         )
@@ -34,7 +34,10 @@ LIGHT = """
                 *shard, ("tp", "unsupported", "no matrix is split; take grid", "cpu"),
                 ("usp", "unsupported", "needs NCCL", "cpu"), ("usp", "supported", "", "cuda"),
             ], aliases=("plane",)),
-            spec("grid", BackendKind.TRAIN, "Grid", [*shard, ("tp", "supported", "", "cpu"), ("tp", "supported", "", "cuda")]),
+            spec("grid", BackendKind.TRAIN, "Grid", [
+                *shard, ("tp", "supported", "", "cpu", "heads_divisible_by_tp"), ("sp", "supported", "", "cpu", "sp_needs_tp"),
+                ("tp", "supported", "", "cuda", "heads_divisible_by_tp"), ("sp", "supported", "", "cuda", "sp_needs_tp"),
+            ]),
             spec("sampler", BackendKind.ROLLOUT, "Sampler", [("tp", "conditional", "even heads", "cpu")]),
             spec("broken", BackendKind.TRAIN, "Missing", []),
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -128,7 +129,7 @@ def test_only_the_chosen_backends_are_imported(plugins: PluginSet, run_file: Wri
     [
         (["actor.parallel.tp=2"], "actor.parallel.tp", "plain has no tp"),
         (["actor.parallel.tp=2", "trainer.device=cuda"], "actor.parallel.tp", "plain has no tp on cuda"),
-        (["actor.parallel.pp=2"], "actor.parallel.pp", "It declares nothing of this axis"),
+        (["actor.parallel.pp=2"], "actor.parallel.pp", "Its plugin declares nothing of this axis"),
         (["actor.parallel.sp=true"], "actor.parallel.sp", "wanted false"),
         (["actor.parallel.usp=2", "trainer.device=cpu"], "actor.parallel.usp", "Needs NCCL"),
         (["rollout.parallel.pp=2"], "rollout.parallel.pp", "sampler has no pp"),
@@ -154,6 +155,30 @@ def test_axes_that_the_records_allow_pass(plugins: PluginSet, run_file: Write) -
     assert config.actor.parallel.tp == 2
     # usp is there on cuda, and nothing says that this run is on another device.
     assert load_config(run_file(BASE), ["actor.parallel.usp=2", "trainer.nproc=2"], plugins=plugins)
+
+
+@pytest.mark.parametrize("where", ["config", "path"])
+def test_constraints_on_heads_are_checked_where_the_model_is_known(
+    where: str, plugins: PluginSet, run_file: Write, tmp_path: Path
+) -> None:
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama", "num_attention_heads": 6}')
+    model = (
+        "{path: model}" if where == "path" else "{config: {model_type: llama, num_attention_heads: 6}, tokenizer: a/b}"
+    )
+    path = run_file(BASE.replace("{path: org/tiny}", model))
+    overrides = ["actor.backend=grid", "trainer.nproc=12"]
+    [problem] = problems_of(plugins, path, *overrides, "actor.parallel.tp=4")
+    assert problem.path == "actor.parallel.tp"
+    assert "attention heads must divide by tp" in problem.what
+    assert problem.hint == "nearest that fits: tp=3 or tp=6"
+    assert load_config(path, [*overrides, "actor.parallel.tp=3"], plugins=plugins).config.actor.parallel.tp == 3
+
+
+def test_what_an_axis_comes_to_is_announced(plugins: PluginSet, run_file: Write) -> None:
+    said: list[str] = []
+    overrides = ["actor.backend=grid", "actor.parallel.sp=true"]
+    load_config(run_file(BASE), overrides, plugins=plugins, notice=said.append)
+    assert said == ["actor.parallel: grid: sp is tied to tp: it is off while tp is 1"]
 
 
 def test_the_json_schema_knows_the_chosen_engine_section(plugins: PluginSet) -> None:

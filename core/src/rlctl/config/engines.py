@@ -1,4 +1,4 @@
-"""The ``engine`` and ``parallel`` sections, checked against the backend that was chosen, before anything is launched.
+"""Backends and their ``engine`` sections, checked before anything is launched.
 
 Only the chosen backends' config models are imported. When a key is not known to the chosen one, the others' models are
 looked at too, to name the backend that such a leftover belongs to.
@@ -8,29 +8,31 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
+from rlctl.config.axes import axis_problems
 from rlctl.config.check import check
 from rlctl.config.document import Document, Loc, Origin, dotted
-from rlctl.config.problems import Problem
+from rlctl.config.problems import Problem, from_error
+from rlctl.config.schema import ActorConfig, RefConfig, RolloutConfig
 from rlctl.config.suggest import for_key, nearest
-from rlctl.errors import CapabilityError, RlctlError
-from rlctl.records import Axis, BackendKind, BackendSpec, ModelType, Support
-from rlctl.topology import resolve as resolve_topology
+from rlctl.errors import RlctlError
+from rlctl.records import BackendKind, BackendSpec
 
 if TYPE_CHECKING:
     from rlctl.plugins import BackendRecord, PluginSet
 
+_ROLE_MODELS: dict[str, type[BaseModel]] = {"actor": ActorConfig, "ref": RefConfig, "rollout": RolloutConfig}
 ROLE_KINDS: dict[str, BackendKind] = {
     "actor": BackendKind.TRAIN,
     "ref": BackendKind.TRAIN,
     "rollout": BackendKind.ROLLOUT,
 }
-_DEFAULT_BACKENDS = {"actor": "fsdp2", "ref": "", "rollout": "hf"}
+_DEFAULT_BACKENDS = {role: cls.model_fields["backend"].default for role, cls in _ROLE_MODELS.items()}
 _FOLLOWED = ("engine", "parallel", "micro_batch_size_per_device", "max_tokens_per_device")
 
 
@@ -153,24 +155,12 @@ def _one_role(
         model = config_model(spec)
     except RlctlError as error:
         if not derived:
-            out.problems.append(_from_error(document, loc, error))
+            out.problems.append(from_error(loc, document, error))
         return
     out.models[role] = model
     _engine_section(document, role, spec, model, plugins, out)
     if not derived:
-        out.problems += axis_problems(document, role, spec, device)
-
-
-def _from_error(document: Document, loc: Loc, error: RlctlError) -> Problem:
-    return Problem(
-        dotted(loc),
-        str(document.origin(loc)),
-        error.what,
-        error.found or "",
-        error.wanted or "",
-        error.next or "",
-        error,
-    )
+        out.problems += axis_problems(document, role, spec, device, notice)
 
 
 def _unavailable(document: Document, loc: Loc, name: str, plugins: PluginSet) -> Problem:
@@ -180,7 +170,7 @@ def _unavailable(document: Document, loc: Loc, name: str, plugins: PluginSet) ->
     try:
         require_backend(name, kind, plugins)
     except RlctlError as error:
-        return _from_error(document, loc, error)
+        return from_error(loc, document, error)
     names = sorted({r.spec.name for r in plugins.backends() if r.spec.kind is kind})
     return Problem(
         dotted(loc),
@@ -252,53 +242,3 @@ def _device(document: Document) -> str | None:
     if isinstance(given, str) and given != "auto":
         return given
     return os.environ.get("RLCTL_DEVICE") or None
-
-
-def axis_problems(document: Document, role: str, spec: BackendSpec, device: str | None) -> Iterator[Problem]:
-    """Parallel axes that the backend's capability records refuse, and sizes that do not fit the number of processes."""
-    sizes = document.get((role, "parallel"))
-    if not isinstance(sizes, dict):
-        return
-    refused = False
-    for axis in Axis:
-        size = sizes.get(axis.value)
-        if (
-            isinstance(size, bool) != (axis is Axis.SP)
-            or not isinstance(size, int)
-            or size <= (0 if axis is Axis.SP else 1)
-        ):
-            continue
-        cells = [
-            cell
-            for cell in spec.capabilities
-            if cell.axis is axis and cell.model_type == ModelType.LANGUAGE_MODEL and device in (None, cell.device)
-        ]
-        if any(cell.support in (Support.SUPPORTED, Support.CONDITIONAL) for cell in cells):
-            continue
-        refused = True
-        loc: Loc = (role, "parallel", axis.value)
-        reason = next((cell.reason for cell in cells if cell.reason), "it declares nothing of this axis")
-        off = "false" if axis is Axis.SP else "1"
-        yield Problem(
-            dotted(loc),
-            str(document.origin(loc)),
-            f"{spec.name} has no {axis.value}" + (f" on {device}" if device else ""),
-            found=str(size).lower(),
-            wanted=off,
-            hint=f"{reason}. Set {dotted(loc)} to {off}, or see rlctl capabilities",
-        )
-    nproc = document.get(("trainer", "nproc"), 1)
-    if (
-        refused
-        or spec.kind is not BackendKind.TRAIN
-        or isinstance(nproc, bool)
-        or not isinstance(nproc, int)
-        or nproc < 1
-    ):
-        return
-    known = {axis.value for axis in Axis}
-    axes = {k: int(v) for k, v in sizes.items() if k in known and isinstance(v, int) and v >= -1 and v != 0}
-    try:
-        resolve_topology(nproc, axes)
-    except CapabilityError as error:
-        yield _from_error(document, (role, "parallel"), error)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlctl.config.document import Document, Loc, dotted
 from rlctl.errors import ConfigError, RlctlError
 
 MAX_LINES = 50
@@ -59,6 +60,19 @@ class Problem:
             "wanted": self.wanted,
             "next": self.hint,
         }
+
+
+def from_error(loc: Loc, document: Document, error: RlctlError) -> Problem:
+    """The problem that another part's error is, at the place that led to it."""
+    return Problem(
+        dotted(loc),
+        str(document.origin(loc)),
+        error.what,
+        error.found or "",
+        error.wanted or "",
+        error.next or "",
+        error,
+    )
 
 
 class InvalidConfigError(ConfigError):

@@ -1,0 +1,148 @@
+"""The ``parallel`` sections against a backend's capability records and their constraints, before anything is launched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlctl.capabilities import UNDECLARED, AxisProblem, check_topology, find_capability
+from rlctl.config.document import Document, Loc, dotted
+from rlctl.config.problems import Problem, from_error
+from rlctl.constraints import ModelFacts
+from rlctl.errors import CapabilityError
+from rlctl.records import Axis, BackendKind, BackendSpec, ModelType, Support
+from rlctl.topology import Topology, resolve
+
+_USABLE = (Support.SUPPORTED, Support.CONDITIONAL)
+_MAX_CONFIG_BYTES = 4 * 1024 * 1024
+
+
+def axis_problems(
+    document: Document, role: str, spec: BackendSpec, device: str | None, notice: Callable[[str], None]
+) -> list[Problem]:
+    """Axes that the backend refuses, sizes that do not fit the number of processes, and constraints that do not hold.
+
+    Args:
+        device: the device, or None where only the machine knows it: then what no device of the backend does is refused.
+        notice: gets what an axis comes to (``sp`` is off while ``tp`` is 1).
+    """
+    sizes = document.get((role, "parallel"))
+    if not isinstance(sizes, dict):
+        return []
+    axes = _well_formed(sizes)
+    places: list[tuple[str, str | None]] = [p for p in spec.devices if device in (None, p[0])] or [
+        (device or "cpu", None)
+    ]
+    refused = _refused(document, role, spec, axes, places, device)
+    if refused:
+        return refused
+    topology = _topology(document, role, spec, axes)
+    if isinstance(topology, CapabilityError):
+        return [from_error((role, "parallel"), document, topology)]
+    if topology is None:
+        return []
+    return _constraints(document, role, spec, topology, places, notice)
+
+
+def _well_formed(sizes: dict[str, Any]) -> dict[str, int]:
+    """The sizes of known axes that are more than their default; wrong types are the schema's matter."""
+    out: dict[str, int] = {}
+    for axis in Axis:
+        value = sizes.get(axis.value)
+        if axis is Axis.SP and value is True:
+            out[axis.value] = 1
+        elif axis is not Axis.SP and isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31:
+            out[axis.value] = value
+    return out
+
+
+def _refused(
+    document: Document,
+    role: str,
+    spec: BackendSpec,
+    axes: dict[str, int],
+    places: Sequence[tuple[str, str | None]],
+    device: str | None,
+) -> list[Problem]:
+    problems: list[Problem] = []
+    for name, size in axes.items():
+        if size == 1 and name != Axis.SP:
+            continue
+        cells = [find_capability(spec, Axis(name), ModelType.LANGUAGE_MODEL, *place) for place in places]
+        if any(cell is not None and cell.support in _USABLE for cell in cells):
+            continue
+        loc: Loc = (role, "parallel", name)
+        reason = next((cell.reason for cell in cells if cell is not None and cell.reason), UNDECLARED)
+        off = "false" if name == Axis.SP else "1"
+        problems.append(
+            Problem(
+                dotted(loc),
+                str(document.origin(loc)),
+                f"{spec.name} has no {name}" + (f" on {device}" if device else ""),
+                found="true" if name == Axis.SP else str(size),
+                wanted=off,
+                hint=f"{reason}. Set {dotted(loc)} to {off}, or see rlctl capabilities",
+            )
+        )
+    return problems
+
+
+def _topology(
+    document: Document, role: str, spec: BackendSpec, axes: dict[str, int]
+) -> Topology | CapabilityError | None:
+    """The topology of a role: of all processes for a training engine, of its own axes for a rollout engine."""
+    nproc = document.get(("trainer", "nproc"), 1)
+    if isinstance(nproc, bool) or not isinstance(nproc, int) or not 1 <= nproc < 2**31:
+        return None
+    try:
+        if spec.kind is BackendKind.TRAIN:
+            return resolve(nproc, axes)
+        alone = {"dp_shard": 1, **axes}
+        world = 1
+        for name in ("pp", "dp_replicate", "dp_shard", "cp", "usp", "tp"):
+            world *= alone.get(name, 1)
+        return resolve(world, alone)
+    except CapabilityError as error:
+        return error
+
+
+def _constraints(
+    document: Document,
+    role: str,
+    spec: BackendSpec,
+    topology: Topology,
+    places: Sequence[tuple[str, str | None]],
+    notice: Callable[[str], None],
+) -> list[Problem]:
+    facts = _facts(document)
+    fits = [check_topology(spec, topology, *place, facts=facts) for place in places]
+    good = [fit for fit in fits if not fit.problems]
+    if good:
+        for note in dict.fromkeys(note for fit in good[:1] for note in fit.notes):
+            notice(f"{role}.parallel: {note}")
+        return []
+    return [_broken(document, role, spec, problem) for problem in fits[0].problems]
+
+
+def _broken(document: Document, role: str, spec: BackendSpec, problem: AxisProblem) -> Problem:
+    loc: Loc = (role, "parallel", problem.axis)
+    nearest = " or ".join(problem.nearest)
+    hint = f"nearest that fits: {nearest}" if nearest else f"change {dotted((role, 'parallel'))}"
+    return Problem(
+        dotted(loc), str(document.origin(loc)), f"{spec.name}: {problem.reason}", found=problem.size, hint=hint
+    )
+
+
+def _facts(document: Document) -> ModelFacts | None:
+    """Heads, layers and experts, from ``model.config`` or the ``config.json`` of a local model; None when not known."""
+    config = document.get(("model", "config"))
+    path = document.get(("model", "path"))
+    if not isinstance(config, dict) and isinstance(path, str):
+        try:
+            with (Path(path) / "config.json").open("rb") as stream:
+                config = json.loads(stream.read(_MAX_CONFIG_BYTES))
+        except (OSError, ValueError, RecursionError):
+            return None  # a hub id, or a model that loading will complain of with its own words
+    return ModelFacts.from_config(config) if isinstance(config, dict) else None
