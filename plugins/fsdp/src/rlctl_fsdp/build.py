@@ -64,17 +64,18 @@ def _config_from_mapping(values: dict[str, Any]) -> PretrainedConfig:
             found=model_type,
             wanted=f"one of its {len(known_types)} model types" + (f", such as {near[0]}" if near else ""),
         ) from error
-    # Config classes take any keyword in silence, so a typo would train another model than the one written down.
-    known = set(default.to_dict()) | set(default.attribute_map) | {"torch_dtype"}
-    unknown = sorted(set(values) - known)
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], sorted(known), n=1)
-        raise ConfigError(
-            f"the config of {model_type} has no key {unknown[0]!r}",
-            found=", ".join(unknown),
-            wanted=near[0] if near else "keys of that config class",
-            next="correct model.config",
-        )
+    # Config classes take any keyword in silence, so a typo would train another model than the one written down. Some
+    # models read keys that their class does not declare: only near misses are refused.
+    known = set(default.to_dict()) | set(default.attribute_map)
+    for key in sorted(set(values) - known):
+        near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.85)
+        if near:
+            raise ConfigError(
+                f"the config of {model_type} has no key {key!r}",
+                found=f"model.config.{key}",
+                wanted=near[0],
+                next=f"write model.config.{near[0]}",
+            )
     try:
         return AutoConfig.for_model(model_type, **values)
     except (ValueError, TypeError, KeyError) as error:

@@ -29,7 +29,7 @@ def merge(batch: PackedBatch, parts: Sequence[Collected]) -> LossOutput:
         for name, value in out.sums.items():
             sums[name] = sums.get(name, 0.0) + _detached(value)
         for name, value in out.maxes.items():
-            maxes[name] = max(float(maxes.get(name, float("-inf"))), float(value))
+            maxes[name] = max(float(maxes.get(name, float("-inf"))), float(_detached(value)))
         index = torch.cat([torch.arange(starts[r], starts[r + 1]) for r in rows])
         for name, value in out.items.items():
             whole = items.setdefault(name, value.detach().new_zeros((batch.num_items, *value.shape[1:])))

@@ -54,9 +54,11 @@ def probe_packing(
             packed = packed_logits(rows)
     except attention.PackedAttentionError as error:
         return Verdict(False, error.what + (f" ({error.found})" if error.found else ""))
-    except TypeError as error:
-        # A forward that does not take row boundaries at all.
-        return Verdict(False, f"the model takes no row boundaries ({error})")
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        # Models refuse row boundaries in their own words: unknown arguments, a missing kernel, a shape.
+        return Verdict(False, f"the model refuses row boundaries: {str(error).strip().splitlines()[0]}")
     if trace.mask_windows - trace.windows:
         missing = ", ".join(map(str, sorted(trace.mask_windows - trace.windows)))
         return Verdict(False, f"a local window ({missing}) is in the masks only, which packing does not build")

@@ -7,7 +7,9 @@ rank's random state is a file of its own, ``rng_<rank>.safetensors``; ``engine.j
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,8 @@ def save_state(path: Path, root: Root, stepper: Stepper, rank: int, world_size: 
         for moment, value in stepper.optimizer.state.get(parameter, {}).items():
             tensors[f"optim.{name}.{moment}"] = value
     path.mkdir(parents=True, exist_ok=True)
-    save(tensors, checkpoint_id=path, no_dist=not dist.is_initialized())
+    with _alone_in_silence():
+        save(tensors, checkpoint_id=path, no_dist=not dist.is_initialized())
     save_file(_random_state(device), path / f"rng_{rank:05d}.safetensors")
     if rank == 0:
         numbers = {"num_steps": stepper.num_steps, "world_size": world_size, "has_moments": _has_moments(stepper)}
@@ -63,12 +66,21 @@ def load_state(path: Path, root: Root, stepper: Stepper, rank: int, world_size: 
     for name, state in moments.items():
         targets |= {f"optim.{name}.{moment}": value for moment, value in state.items()}
     _check_present(path, targets)
-    load(targets, checkpoint_id=path, no_dist=not dist.is_initialized())
+    with _alone_in_silence():
+        load(targets, checkpoint_id=path, no_dist=not dist.is_initialized())
     stepper.optimizer.state.clear()
     for name, state in moments.items():
         stepper.optimizer.state[stepper.parameters[name]] = state
     stepper.num_steps = int(numbers["num_steps"])
     _restore_random_state(path / f"rng_{rank:05d}.safetensors", device)
+
+
+@contextmanager
+def _alone_in_silence() -> Iterator[None]:
+    """torch warns whenever one process saves for itself; that is what is meant here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
 
 
 def _numbers(path: Path) -> dict[str, Any]:

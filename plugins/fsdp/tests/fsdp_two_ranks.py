@@ -1,0 +1,138 @@
+"""One rank of a two-rank group: runs every case and writes what it saw. Started by test_fsdp_ranks.py, and run there on
+one process too, so that both sides execute the same code."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fsdp_helpers import batch_of, build_engine, model_section, nll, ppo_like, rows
+
+from rlctl.batch import PackedBatch
+from rlctl.engine import Engine
+from rlctl.microbatch import MicroBatchPlan
+from rlctl.normalizer import item_weights
+from rlctl_fsdp import shard
+
+LENGTHS = (9, 4, 13, 9, 2, 7)
+SPLITS: dict[str, tuple[list[int], list[int]]] = {
+    "uneven": ([2], [0, 1, 3, 4, 5]),
+    "even": ([0, 1, 2], [3, 4, 5]),
+    "none": ([], [0, 1, 2, 3, 4, 5]),
+}
+MAMBA = {
+    "model_type": "mamba", "vocab_size": 61, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2,
+    "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama", "split": "uneven"},
+    "llama-tied": {"family": "llama-tied", "split": "uneven"},
+    "llama-even": {"family": "llama", "split": "even", "loss": "ppo"},
+    "llama-no-rows": {"family": "llama", "split": "none"},
+    "llama-two-calls": {"family": "llama", "split": "uneven", "calls": 2},
+    "llama-checkpointing": {"family": "llama", "split": "uneven", "engine": {"activation_checkpointing": True}},
+    "llama-no-reshard": {"family": "llama-tied", "split": "uneven", "engine": {"reshard_after_forward": False}},
+    "llama-recomputed-logits": {"family": "llama", "split": "even", "chunked": True, "loss": "ppo"},
+    "llama-clipped": {"family": "llama", "split": "uneven", "optim": {"lr": 1e-2, "clip_grad": 0.1}},
+    "qwen3": {"family": "qwen3", "split": "uneven"},
+    "qwen2-window": {"family": "qwen2-window", "split": "uneven"},
+    "gemma3": {"family": "gemma3", "split": "uneven"},
+    "qwen3-moe": {"family": "qwen3-moe", "split": "uneven"},
+    "gpt2": {"family": "gpt2", "split": "uneven"},
+    "mamba": {"model": {"config": MAMBA}, "split": "uneven"},
+    "per-row": {"family": "llama", "split": "uneven", "engine": {"attention": "per_row"}, "loss": "ppo"},
+    "from-directory": {"model": {"path": "DIRECTORY"}, "split": "uneven"},
+    "bfloat16": {"family": "llama", "split": "uneven", "engine": {"param_dtype": "bfloat16"}},
+}
+
+
+def _train(engine: Engine, batch: PackedBatch, loss_fn: Any, calls: int) -> dict[str, float]:
+    if calls == 1:
+        out = engine.train_batch(batch, loss_fn, MicroBatchPlan(max_tokens=16), "seq-mean-token-mean")
+        return {"loss": out.loss, "grad_norm": out.step.grad_norm, **out.sums, **out.maxes}
+    # The same mini-batch as two forward_backward calls before one step, under the same global weights.
+    batch = batch.with_items(item_weight=item_weights(batch, "seq-mean-token-mean", reduce=engine.reduce))
+    middle = (batch.num_rows + 1) // 2
+    loss = 0.0
+    for part in (range(middle), range(middle, batch.num_rows)):
+        micro_batches, _ = engine.micro_batches(batch.select(part), MicroBatchPlan(max_rows=1))
+        loss += sum(o.loss for o in engine.forward_backward(micro_batches, loss_fn, forward_only=False))
+    return {"loss": engine.reduce([loss])[0], "grad_norm": engine.optimizer_step().grad_norm}
+
+
+def run_case(case: dict[str, Any], rank: int, world: int, scratch: Path) -> dict[str, Any]:
+    """Three steps, then scores, an export, and a save that a second engine resumes from."""
+    model = dict(case["model"]) if "model" in case else model_section(case["family"])
+    if model.get("path"):
+        model["path"] = str(scratch / "directory")
+    settings = dict(case.get("engine", {}))
+    engine = build_engine(model, case.get("optim"), world, **settings)
+    if case.get("chunked"):
+        # No budget at all: every logit is computed again in the backward pass.
+        engine._pm.get_plugin("provider")._config = engine._pm.get_plugin("provider")._config.model_copy(
+            update={"logits_budget_mib": 0}
+        )
+    whole = batch_of(rows(LENGTHS))
+    mine = SPLITS[case["split"]][rank] if world > 1 else range(len(LENGTHS))
+    batch = whole.select(list(mine))
+    loss_fn = {"nll": nll, "ppo": ppo_like}[case.get("loss", "nll")]
+    before = {n: t.clone() for n, t in engine.export_weights()}
+    steps = [_train(engine, batch, loss_fn, case.get("calls", 1)) for _ in range(2)]
+    scores = engine.infer_batch(batch, MicroBatchPlan(max_rows=2), ("log_probs", "entropy"))
+    saved = scratch / f"state-{world}"
+    engine.save_state(saved)
+    steps.append(_train(engine, batch, loss_fn, case.get("calls", 1)))
+    weights = {n: t.clone() for n, t in engine.export_weights()}
+    resumed = build_engine(model, case.get("optim"), world, **settings)
+    resumed.load_state(saved)
+    again = _train(resumed, batch, loss_fn, case.get("calls", 1))
+    same = all(torch.equal(weights[n], t) for n, t in resumed.export_weights())
+    return {
+        "steps": steps,
+        "scores": {k: batch.split_items(v) for k, v in scores.items()},
+        "rows": list(mine),
+        "before": before,
+        "weights": weights,
+        "resume_equal": same and again == steps[-1],
+        "wrap": engine.info.notes["wrap"] if engine.info else "",
+    }
+
+
+def _without_cures(world: int) -> dict[str, float]:
+    """The uneven case with FSDP's own gradient mean, as it is without :func:`rlctl_fsdp.shard.shard`'s setters."""
+    engine = build_engine(model_section("llama"), None, world)
+    for module in shard.fsdp_modules(engine._pm.get_plugin("provider")._root):
+        module.set_force_sum_reduction_for_comms(False)
+        module.set_gradient_divide_factor(float(world))
+    batch = batch_of(rows(LENGTHS)).select(SPLITS["uneven"][dist.get_rank()])
+    return _train(engine, batch, nll, 1)
+
+
+def main(scratch: Path) -> None:
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    results: dict[str, Any] = {}
+    for name, case in CASES.items():
+        # Each case saves below its own directory, made by rank 0.
+        own = scratch / name
+        if rank == 0:
+            own.mkdir(exist_ok=True)
+            if not (own / "directory").exists():
+                (own / "directory").symlink_to(scratch / "directory")
+        dist.barrier()
+        results[name] = run_case(case, rank, 2, own)
+    results["without-cures"] = _without_cures(2)
+    torch.save(results, scratch / f"rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,102 @@
+"""Two gloo ranks compute what one process computes: loss, grad norm, metrics, scores, weights, export."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fsdp_helpers import CONFIGS
+from fsdp_two_ranks import CASES, run_case
+from transformers import AutoConfig, AutoModelForCausalLM
+
+pytestmark = pytest.mark.slow
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> tuple[list[dict[str, Any]], Path]:
+    """Every case on two ranks, in one process group."""
+    scratch = tmp_path_factory.mktemp("ranks")
+    torch.manual_seed(7)
+    config = AutoConfig.for_model(**CONFIGS["llama-tied"])
+    AutoModelForCausalLM.from_config(config).save_pretrained(scratch / "directory")
+    here = Path(__file__).parent
+    env = {
+        **os.environ,
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")]),
+    }
+    children = [
+        subprocess.Popen(
+            [sys.executable, str(here / "fsdp_two_ranks.py"), str(scratch)],
+            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [child.communicate(timeout=400)[0] for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    assert [c.returncode for c in children] == [0, 0], "\n".join(o[-3000:] for o in outputs)
+    return [torch.load(scratch / f"rank{r}.pt", weights_only=False) for r in range(2)], scratch
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_equal_one_process(ranks, name, tmp_path) -> None:
+    results, scratch = ranks
+    (tmp_path / "directory").symlink_to(scratch / "directory")
+    one = run_case(CASES[name], 0, 1, tmp_path)
+    loose = name == "bfloat16"
+    tolerance = 3e-2 if loose else 2e-6
+    assert one["wrap"] == "plain module"
+    for two in (results[0][name], results[1][name]):
+        assert two["wrap"] == "fully_shard over 2 ranks"
+        for got, wanted in zip(two["steps"], one["steps"], strict=True):
+            assert got.keys() == wanted.keys()
+            for key, value in wanted.items():
+                assert got[key] == pytest.approx(value, rel=tolerance, abs=tolerance), key
+        for stage in ("before", "weights"):
+            assert list(two[stage]) == list(one[stage])
+            for key, value in one[stage].items():
+                difference = (two[stage][key] - value).abs()
+                if stage == "before":
+                    assert float(difference.max()) == 0.0, key
+                elif loose:
+                    # Adam turns the sign of a tiny gradient into a whole step, so only the mean is near.
+                    assert float(difference.mean()) <= 2e-3, key
+                else:
+                    assert float(difference.max()) <= 2e-5, key
+        for key, per_row in two["scores"].items():
+            for row, values in zip(two["rows"], per_row, strict=True):
+                torch.testing.assert_close(values, one["scores"][key][row], atol=5e-2 if loose else 1e-5, rtol=1e-5)
+        assert two["resume_equal"], "a resumed run takes the very step that the first one took"
+    assert one["resume_equal"]
+    assert any((one["weights"][k] != one["before"][k]).any() for k in one["weights"])
+
+
+def test_the_comparison_fails_without_the_cures(ranks, tmp_path) -> None:
+    results, _ = ranks
+    wanted = run_case(CASES["llama"], 0, 1, tmp_path)["steps"][0]
+    plain = results[0]["without-cures"]
+    assert plain["loss"] == pytest.approx(wanted["loss"], rel=1e-5), "the loss alone would not notice"
+    assert plain["grad_norm"] == pytest.approx(wanted["grad_norm"] / 2, rel=1e-4), (
+        "a mean is off by the number of ranks"
+    )
