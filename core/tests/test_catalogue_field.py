@@ -129,7 +129,6 @@ def test_planned_plugins_say_so_and_give_the_command():
         assert entry.state is PluginState.PLANNED
         assert entry.install == f"pip install rlctl-plugin-{name}"
         assert "not released" in entry.note
-        assert "not released" in entry.words
     torchtitan = catalogue.find("torchtitan")
     assert torchtitan is not None
     assert torchtitan.state is PluginState.NOT_BUILT

@@ -114,8 +114,8 @@ def test_unknown_names_list_registered_failed_and_installable():
     text = str(caught.value)
     assert "registered: one (a 1.0)" in text
     assert "failed: b (rlctl-b 2.0) declared: ImportError: x <- OSError: y" in text
-    assert "installable: " in text
-    assert "megatron (pip install rlctl-plugin-megatron" in text
+    assert "installable: fsdp2 (pip install rlctl-plugin-fsdp)" in text
+    assert "not released yet: megatron (pip install rlctl-plugin-megatron)" in text
     assert "did you mean one?" in text
     assert caught.value.next == "--backend one"
 

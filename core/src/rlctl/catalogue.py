@@ -51,15 +51,6 @@ class CatalogueEntry:
         return self.spec.install_hint
 
     @property
-    def words(self) -> str:
-        """Its state in a few words, for one line of a list."""
-        if self.state is PluginState.RELEASED:
-            return self.spec.install_hint
-        if self.state is PluginState.PLANNED:
-            return f"{self.spec.install_hint}, not released with rlctl {__version__}"
-        return "no plugin built"
-
-    @property
     def note(self) -> str:
         """A sentence for a user who asked for it, or empty when the install command says everything."""
         if self.state is PluginState.PLANNED:

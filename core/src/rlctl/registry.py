@@ -202,6 +202,7 @@ def _unavailable(
     name: str, kind: BackendKind, plugins: PluginSet, named: Sequence[BackendRecord]
 ) -> BackendUnavailableError:
     from rlctl import catalogue
+    from rlctl.catalogue import PluginState
 
     usable = [r for r in plugins.backends() if not r.problems]
     registered = sorted({r.spec.name for r in usable if r.spec.kind is kind})
@@ -212,8 +213,9 @@ def _unavailable(
     ]
     lines += [f"failed: {e.name} ({e.label}) {e.stage}: {' <- '.join(e.cause)}" for e in failed]
     others = [e for e in catalogue.installable(kind) if e.spec.name not in (*registered, name)]
-    if others:
-        lines.append("installable: " + ", ".join(f"{e.spec.name} ({e.words})" for e in others))
+    for words, state in (("installable", PluginState.RELEASED), ("not released yet", PluginState.PLANNED)):
+        listed = [f"{e.spec.name} ({e.install})" for e in others if e.state is state]
+        lines += [f"{words}: {', '.join(listed)}"] if listed else []
     what, next_step = f"no {_ROLE[kind]} backend is called {name!r}", ""
     blamed = [e for e in failed if e.name == name or any(name in (s.name, *s.aliases) for s in e.backends)]
     if named:
