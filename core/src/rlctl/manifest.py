@@ -15,11 +15,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from packaging.requirements import InvalidRequirement, Requirement
 
 from rlctl import files, topology
 from rlctl.device import Device, device_name
@@ -37,8 +40,7 @@ REDACTED = "<redacted>"
 _DISTS = (
     "rlctl-core", "rlctl", "torch", "transformers", "tokenizers", "safetensors", "accelerate", "numpy", "pydantic",
     "pluggy", "PyYAML", "packaging", "click", "rich", "pyarrow", "matplotlib", "math-verify", "reasoning-gym",
-    "tensorboard", "wandb", "gguf", "datasets", "ray", "flash-attn",
-    "triton", "torch-npu",
+    "tensorboard", "wandb", "gguf", "datasets", "ray", "flash-attn", "triton", "torch-npu",
 )
 # fmt: on
 
