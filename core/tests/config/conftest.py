@@ -77,7 +77,7 @@ rollout: {backend: sampler}
 """
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def plugins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PluginSet]:
     """The toy dist's plugins, and no others, whatever is installed."""
     site = tmp_path_factory.mktemp("cfgtoy-site")
