@@ -144,6 +144,8 @@ def find_damage(checkpoint: Path, *, deep: bool = True) -> str | None:
         return "its manifest lists no files"
     for name, wanted in listed.items():
         file = checkpoint / name
+        if not isinstance(wanted, dict) or not {"bytes", "sha256"} <= set(wanted):
+            return f"its manifest has no size and sha256 of {name}"
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != wanted["bytes"]:

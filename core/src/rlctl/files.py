@@ -171,6 +171,6 @@ def _raw_lines(path: Path, start: int = 0) -> Iterator[bytes]:
 def _object(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:  # UnicodeDecodeError too
+    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
         return None
     return row if isinstance(row, dict) else None

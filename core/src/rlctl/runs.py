@@ -105,8 +105,8 @@ def summarise(run: RunDirectory) -> RunSummary:
     except CheckpointError as error:
         return RunSummary(run.name, str(run.path), "unreadable", error=error.found)
     # A run that was resumed still has the metrics of its earlier end in the manifest.
-    ended = {} if status == "running" else manifest.get("metrics")
-    values = ended or merge(*_tail(run.metrics_path)).last_values()
+    ended = manifest.get("metrics") if status != "running" else None
+    values = ended if isinstance(ended, dict) and ended else merge(*_tail(run.metrics_path)).last_values()
     sft = manifest.get("kind") == "sft"
     device = manifest.get("device")
     return RunSummary(
@@ -122,7 +122,7 @@ def summarise(run: RunDirectory) -> RunSummary:
         total_steps=manifest.get("total_training_steps"),
         score=values.get("train/loss" if sft else "critic/score/mean"),
         val_score=values.get("val/loss" if sft else "val/score/mean"),
-        best=manifest.get("best"),
+        best=manifest["best"] if isinstance(manifest.get("best"), dict) else None,
         started=manifest.get("started"),
         duration_s=run.worked_s() if status == "running" else manifest.get("duration_s"),
         error=manifest.get("error"),
@@ -277,4 +277,4 @@ def _age(summary: RunSummary) -> tuple[str, float]:
         changed = Path(summary.path).stat().st_ctime
     except OSError:  # removed while we look
         changed = 0.0
-    return summary.started or "", changed
+    return str(summary.started or ""), changed

@@ -78,7 +78,8 @@ class Metrics:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+    # JSON as Python reads it has infinity, and whole numbers that no float holds.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 
 def merge(rows: Iterable[Mapping[str, Any]], damaged: int = 0) -> Metrics:
@@ -87,7 +88,7 @@ def merge(rows: Iterable[Mapping[str, Any]], damaged: int = 0) -> Metrics:
     for row in rows:
         step = row.get(STEP)
         if _is_number(step):
-            merged.setdefault(int(step), {}).update(row)  # type: ignore[arg-type]
+            merged.setdefault(int(step), {}).update(row)  # type: ignore[arg-type]  # _is_number says so
         else:
             damaged += 1
     return Metrics(merged, damaged)
