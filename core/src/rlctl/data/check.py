@@ -207,7 +207,7 @@ def _check_tokens(
         hint = "use another tokenizer, or rows of its characters"
         report.warnings.append(Fault("unknown_token", split, what, hint, count=len(lengths.unknown)))
     if encoder.uses_chat_template:
-        markers = [token for token in encoder.tokenizer.all_special_tokens if len(token) > 3]
+        markers = [token for token in encoder.special_tokens if len(token) > 3]
         marked = [r.index for r in rows if isinstance(r.prompt, str) and any(mark in r.prompt for mark in markers)]
         if marked:
             what = f"{len(marked)} prompts hold chat markers already (rows {listing(map(str, marked), 5)})"

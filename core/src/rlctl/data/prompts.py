@@ -43,7 +43,7 @@ class PromptEncoder:
             )
         self.uses_chat_template = has_template and data.apply_chat_template != "never"
         self._bos = self._leading_ids()
-        self._special_ids = _special_ids(tokenizer)
+        self._special = _special_tokens(tokenizer)
         self._stops: tuple[int, ...] | None = None
 
     @property
@@ -89,6 +89,11 @@ class PromptEncoder:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The texts that the tokenizer reads as special tokens."""
+        return tuple(self._special.values())
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -255,7 +260,7 @@ class PromptEncoder:
         return next((place + 1 for place in range(len(ids) - 1, start - 1, -1) if self._ends(ids[place])), len(ids))
 
     def _ends(self, token_id: int) -> bool:
-        return token_id in self._special_ids
+        return token_id in self._special
 
     def _require_prefix(self, row: Row, before: str, after: str, what: str) -> None:
         if after.startswith(before):
@@ -271,6 +276,8 @@ class PromptEncoder:
         )
 
 
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Id to text of every special token, also of those that have no role (bos, eos ...) of their own."""
     added: Any = getattr(tokenizer, "added_tokens_decoder", {})
-    return frozenset({*(i for i, token in added.items() if token.special), *tokenizer.all_special_ids})
+    named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+    return {**{i: str(token) for i, token in added.items() if token.special}, **{int(i): str(t) for i, t in named}}
