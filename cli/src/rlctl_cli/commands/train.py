@@ -61,6 +61,8 @@ def train(
     from rlctl.registry import require_backend
 
     plugins = load_plugins()
+    for warning in plugins.warnings():
+        notice(warning)
     if flags.get("backend"):
         # Before anything else, and before a missing recipe: a backend that cannot answer is the first thing to say.
         require_backend(flags["backend"], BackendKind.TRAIN, plugins)
@@ -80,8 +82,12 @@ def train(
     from rlctl_cli.live import make_reporter
 
     reporter = make_reporter(quiet=quiet or as_json)
+    import faulthandler
+
     from rlctl.trainers.run import Runner
 
+    # A backend that crashes the process in native code then at least shows where.
+    faulthandler.enable()
     runner = Runner(resolved, plugins, reporter, run_dir=run_dir, resume=resume_path)
     result = runner.execute()
     from rlctl_cli.summary import print_summary, summary

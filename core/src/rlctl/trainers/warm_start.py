@@ -46,7 +46,9 @@ def warm_start(
         engine,
         token_plan(config.actor, config),
         encoder,
-        BatchSampler(len(train_rows), min(settings.batch_size, len(train_rows)), True, config.trainer.seed + _SEED_STREAM),
+        BatchSampler(
+            len(train_rows), min(settings.batch_size, len(train_rows)), True, config.trainer.seed + _SEED_STREAM
+        ),
         train_rows,
         val_rows,
         config.data.max_prompt_length + config.data.max_response_length,
