@@ -40,6 +40,7 @@ LIGHT = """
             ]),
             spec("sampler", BackendKind.ROLLOUT, "Sampler", [("tp", "conditional", "even heads", "cpu")]),
             spec("broken", BackendKind.TRAIN, "Missing", []),
+            spec("careless", BackendKind.TRAIN, "Careless", []),
         ]
 
     @hookimpl
@@ -50,7 +51,7 @@ LIGHT = """
 
 SETTINGS = """
     from typing import Literal
-    from pydantic import Field
+    from pydantic import Field, field_validator
     from rlctl.config.schema import Strict
 
     class Inner(Strict):
@@ -63,6 +64,14 @@ SETTINGS = """
 
     class Grid(Strict):
         pipeline_chunks: int = Field(default=1, ge=1)
+
+    class Careless(Strict):
+        table: str = "a"
+
+        @field_validator("table")
+        @classmethod
+        def _known(cls, value):
+            return {"a": "a"}[value]
 
     class Sampler(Strict):
         max_rows: int = Field(default=64, ge=1)

@@ -117,6 +117,14 @@ def test_a_plugin_without_its_config_model_is_named(plugins: PluginSet, run_file
     assert caught.value.next == "rlctl doctor broken"
 
 
+def test_a_plugin_whose_validator_crashes_is_named(plugins: PluginSet, run_file: Write) -> None:
+    overrides = ["actor.backend=careless", "actor.engine.table=b"]
+    with pytest.raises(RlctlError, match="config model of backend 'careless' failed") as caught:
+        load_config(run_file(BASE), overrides, plugins=plugins)
+    assert "KeyError" in (caught.value.found or "")
+    assert load_config(run_file(BASE), overrides[:1], plugins=plugins).config.actor.engine == {"table": "a"}
+
+
 def test_only_the_chosen_backends_are_imported(plugins: PluginSet, run_file: Write) -> None:
     sys.modules.pop("cfgtoy_settings", None)
     load_config(run_file(BASE), plugins=plugins)

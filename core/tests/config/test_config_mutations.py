@@ -349,7 +349,7 @@ def test_a_working_directory_that_has_gone(
 def test_every_key_of_the_schema_survives_every_odd_value(workplace: Path, plugins: PluginSet) -> None:
     """Not random: each key once with each kind of value that has broken something somewhere."""
     path = workplace / "run.yaml"
-    odd = [None, -1, 10**30, "é\n", [{}], {"a": 1}]
+    odd = [None, -(10**30), "é\n", [{}]]
     for loc, _ in walk():
         if loc[:2] == ("reward", "components") and len(loc) > 2:
             continue

@@ -6,7 +6,7 @@ looked at too, to name the backend that such a leftover belongs to.
 
 from __future__ import annotations
 
-import importlib
+import copy
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
+from rlctl.causes import cause_chain
 from rlctl.config.axes import axis_problems
-from rlctl.config.check import check
+from rlctl.config.check import UnknownKey, check
 from rlctl.config.document import Document, Loc, Origin, dotted
 from rlctl.config.problems import Problem, from_error
 from rlctl.config.schema import ActorConfig, RefConfig, RolloutConfig
 from rlctl.config.suggest import for_key, nearest
+from rlctl.declare import guarded, load_object
 from rlctl.errors import RlctlError
 from rlctl.records import BackendKind, BackendSpec
 
@@ -66,16 +68,14 @@ def config_model(spec: BackendSpec) -> type[BaseModel]:
     Raises:
         RlctlError: it cannot be imported or is no config model; the plugin is at fault, and named.
     """
-    module, _, attribute = spec.config.partition(":")
-    try:
-        model = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # the plugin boundary: whatever a plugin's module raises is the plugin's fault
+    model = guarded(lambda: load_object(spec.config))
+    if isinstance(model, BaseException):
         raise RlctlError(
             f"the config model of backend {spec.name!r} cannot be imported",
-            found=f"{spec.config}: {type(error).__name__}: {error}",
+            found=f"{spec.config}: {cause_chain(model)[-1].line}",
             wanted="a pydantic model that imports without the backend's libraries",
             next=f"rlctl doctor {spec.name}",
-        ) from error
+        ) from model
     if not (isinstance(model, type) and issubclass(model, BaseModel)):
         raise RlctlError(
             f"the config model of backend {spec.name!r} is not one",
@@ -129,7 +129,9 @@ def _follow_actor(document: Document, actor: str) -> None:
         if isinstance(value, dict):
             for name, item in value.items():
                 if isinstance(document.get(("ref", key), {}), dict) and not document.has(("ref", key, name)):
-                    document.set(("ref", key, name), item, Origin("derived", f"as {dotted(('actor', key, name))}"))
+                    document.set(
+                        ("ref", key, name), copy.deepcopy(item), Origin("derived", f"as {dotted(('actor', key, name))}")
+                    )
         else:
             document.set(("ref", key), value, Origin("derived", f"as actor.{key}"))
 
@@ -191,12 +193,30 @@ def _engine_section(
     def hint(place: Loc, key: str) -> tuple[str, list[str]]:
         return _leftover(place, key, role, spec, plugins, {role: model})
 
-    before = dict(document.origins)
-    value, problems = check(model, document, prefix=loc, unknown=hint)
-    out.problems += [p for p in problems if not p.origin.startswith("as actor.")]
-    if value is None:
+    checked = guarded(lambda: _checked(model, document, loc, hint))
+    if isinstance(checked, BaseException):
+        # A validator of the plugin's own has failed in a way that says nothing about the value.
+        error = RlctlError(
+            f"the config model of backend {spec.name!r} failed",
+            found=cause_chain(checked)[-1].line,
+            wanted="a model that takes or refuses the section",
+            next=f"rlctl doctor {spec.name}",
+        )
+        if not _derived(document, role):
+            out.problems.append(from_error(loc, document, error))
         return
-    _fill(document, loc, value.model_dump(mode="json"), before)
+    values, problems = checked
+    out.problems += [p for p in problems if not p.origin.startswith("as actor.")]
+    if values is not None:
+        _fill(document, loc, values, dict(document.origins))
+
+
+def _checked(
+    model: type[BaseModel], document: Document, loc: Loc, hint: UnknownKey
+) -> tuple[dict[str, Any] | None, list[Problem]]:
+    """The complete section as plain data (None when there is any problem), and the problems."""
+    value, problems = check(model, document, prefix=loc, unknown=hint)
+    return (None if value is None else value.model_dump(mode="json")), problems
 
 
 def _fill(document: Document, loc: Loc, values: dict[str, Any], origins: dict[Loc, Origin]) -> None:
