@@ -16,8 +16,11 @@ import click
 @click.option("--algorithm", help="Algorithm (algorithm.name).")
 @click.option("--model", help="Model directory, hub id or package:NAME (model.path).")
 @click.option("--data", help="Training file, or a directory with train and test files (data.train_files).")
+@click.option("--val-data", help="Validation file (data.val_files).")
+@click.option("--steps", type=click.IntRange(min=1), help="Training steps (trainer.total_training_steps).")
+@click.option("--seed", type=click.IntRange(min=0), help="Seed (trainer.seed).")
 @click.option("--nproc", type=click.IntRange(min=1), help="Processes (trainer.nproc).")
-@click.option("--run-dir", type=click.Path(path_type=Path), help="Directory of this run; must not exist yet.")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Directory of this run; a new one, unless resuming.")
 @click.option(
     "--resume", metavar="RUN", help="Continue a run (path, name, unique prefix, or last) from its last checkpoint."
 )
@@ -76,6 +79,14 @@ def train(
     from rlctl.config.load import load_config
 
     resolved = load_config(source, overrides, given, plugins, notice)
+    if resume_path is None and resolved.config.trainer.resume_mode == "auto":
+        if run_dir is None:
+            raise UsageError(
+                "trainer.resume_mode=auto needs to know which run",
+                found="no --run-dir",
+                wanted="--run-dir DIR: a new run is made there, and continued when it exists",
+            )
+        resume_path = run_dir if (run_dir / "manifest.json").is_file() else None
     if dry_run:
         click.echo(f"configuration of {resolved.source} is complete: nothing was started", err=True)
         return
