@@ -75,14 +75,15 @@ class RLTrainer:
             seed = step_seed(config.trainer.seed, step)
             with self.context.reporter.phase("generate", len(rows) * config.rollout.n) as bar:
                 completions = self.rollout.sample(prompts, seed, lambda _: bar.advance(1))
-        with timer("reward"):
+        with timer("reward"), self.context.reporter.phase("reward", None):
             rollout = score_completions(rows, prompts, completions, self.encoder, self.scorer)
         with timer("adv"):
             batch, groups = self.pack(rollout)
             scores = torch.tensor(rollout.scores, dtype=torch.float32)
             advantages = grpo_advantages(scores, groups, norm_by_std=config.algorithm.norm_adv_by_std_in_grpo)
             batch = batch.with_items(advantages=advantages[batch.row_ids()])
-        metrics = self.update(batch, advantages, step, timer)
+        with self.context.reporter.phase("update", None):
+            metrics = self.update(batch, advantages, step, timer)
         with timer("update_weights"):
             sync = self.rollout.sync(self.actor.engine)
         elapsed = time.perf_counter() - start

@@ -66,6 +66,7 @@ class Runner:
         self.plugins = plugins
         self.run = self._open_run(run_dir, resume)
         self.resuming = resume is not None
+        reporter.message(f"run directory {self.run.path}")
         self.engines: dict[str, Engine] = {}
         self.best: tuple[float, int] | None = None
 
