@@ -13,7 +13,11 @@ import pytest
 from rlctl.config.load import ResolvedConfig
 from rlctl.config.schema import DataConfig, RunConfig
 from rlctl.data.check import check_data, check_files
+from rlctl.data.columns import Row
+from rlctl.data.dry_run import dry_run
 from rlctl.data.report import DataReport, describe_lengths
+from rlctl.data.rewards import RewardScorer
+from rlctl.data.rewards.text import FunctionReward
 from rlctl.errors import DataError
 
 pytest.importorskip("transformers")
@@ -225,6 +229,15 @@ def test_answers_count_in_the_form_that_a_reward_wants(model: Path, tmp_path: Pa
         assert report.ok, component
         assert report.reward is not None
         assert report.reward.truth == 1.0
+
+
+def test_rows_without_a_known_answer_are_not_judged_by_it() -> None:
+    rows = [Row(0, "x", "p", None, None, "set")]
+    run = dry_run(rows, RewardScorer([("own", 1.0, FunctionReward(lambda item: 0.25, compares=True))]), limit_s=5)
+    assert run.faults == []
+    rows = [Row(0, "x", "p", "1", None, "set")]
+    run = dry_run(rows, RewardScorer([("own", 1.0, FunctionReward(lambda item: 0.25, compares=True))]), limit_s=5)
+    assert [fault.what for fault in run.faults] == ["its own answer '1' scores 0.25 under the reward own"]
 
 
 def test_a_reward_that_does_not_prefer_answers_is_a_warning(model: Path, tmp_path: Path) -> None:

@@ -348,6 +348,13 @@ def test_many_faults_are_counted_and_ten_are_shown(tmp_path: Path) -> None:
     assert caught.value.details[-1] == "... and 15 more"
 
 
+def test_reading_stops_at_a_thousand_faults_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"\n' * 5000)
+    _, faults = collect_rows(data_of(str(tmp_path / "a.jsonl")), "train")
+    assert len(faults) == 1001
+    assert "stopped after 1000 faults" in faults[-1].what
+
+
 # ---- real rows ----------------------------------------------------------------------------------------------------
 def gsm8k_directory() -> Path:
     """Where GSM8K's rows lie: beside the repository, or in it."""

@@ -100,7 +100,8 @@ def _row(
                 break
         truth += weight * best
         sums[name] += best
-        if compares and best < GOOD:
+        # Some reasoning-gym tasks judge an answer without knowing one.
+        if compares and best < GOOD and row.answer is not None:
             what = f"its own answer {excerpt(row.answer, 40)!r} scores {best:g} under the reward {name}"
             low.append(Fault("reward", row.source, what, "correct the row, or take a reward that fits it", row.index))
     return truth, empty, low

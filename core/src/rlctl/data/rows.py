@@ -9,7 +9,6 @@ from rlctl.data.columns import Columns, Message, Row, find_columns, source_name,
 from rlctl.data.faults import Fault, raise_faults, show_path
 from rlctl.data.procedural import make_rows
 from rlctl.data.readers import Split, directory_has_split, read_records, split_files
-from rlctl.errors import DataError
 
 if TYPE_CHECKING:
     from rlctl.config.schema import ColumnsConfig, DataConfig
@@ -81,6 +80,9 @@ def read_file(
             progress(len(rows) + len(faults))
         if (limit is not None and len(rows) - first >= limit) or len(faults) >= MAX_FAULTS:
             break
+    if len(faults) >= MAX_FAULTS:
+        what = f"reading stopped after {MAX_FAULTS} faults; is this a file of another kind?"
+        faults.append(Fault("too_many", shown, what, "mend these first", fatal=True))
     if len(rows) == first and len(faults) == bad:
         faults.append(
             Fault("empty", shown, "the file has no rows", "fill it, or take it out of the data files", fatal=True)
@@ -90,14 +92,3 @@ def read_file(
 def val_entries(data: DataConfig) -> Sequence[str]:
     """``data.val_files``, or those directories of ``data.train_files`` that hold a validation or test file too."""
     return data.val_files or tuple(entry for entry in data.train_files if directory_has_split(entry, "val"))
-
-
-def require_rows(rows: Sequence[Row], needed: int, what: str) -> None:
-    """Raise DataError when there are fewer rows than one batch needs."""
-    if len(rows) < needed:
-        raise DataError(
-            f"{what} has fewer rows than one batch",
-            found=f"{len(rows)} rows",
-            wanted=f"at least {needed}",
-            next=f"data.train_batch_size={max(1, len(rows))}, or more rows",
-        )
