@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,6 +32,27 @@ def test_bound_rows_and_count(lengths: list[int], plan: MicroBatchPlan, more: in
             assert len(rows) <= plan.max_rows
     loads = [sum(lengths[i] for i in rows) for rows in groups]
     assert loads == sorted(loads, reverse=True), "the longest micro-batch runs first"
+
+
+def test_balancing_never_breaks_the_bound() -> None:
+    """Longest-first onto the lightest gives 3+2+2 | 3+2 here: over the bound, though 3+3 | 2+2+2 fits."""
+    lengths = [3, 3, 2, 2, 2]
+    plan = MicroBatchPlan(max_tokens=6)
+    assert min_count(lengths, plan) == 2
+    groups = assign(lengths, plan, 2)
+    assert sorted(sorted(lengths[i] for i in rows) for rows in groups) == [[2, 2, 2], [3, 3]]
+
+
+@given(st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1, max_size=6), st.randoms())
+def test_rows_that_fill_the_bound_exactly(bins: list[list[int]], random: Random) -> None:
+    """Instances whose best packing leaves no room at all: the bound holds to the token."""
+    bound = max(sum(b) for b in bins)
+    lengths = [n for b in bins for n in [*b, *([bound - sum(b)] if sum(b) < bound else [])]]
+    random.shuffle(lengths)
+    plan = MicroBatchPlan(max_tokens=bound)
+    for more in (0, 1):
+        for rows in assign(lengths, plan, min_count(lengths, plan) + more):
+            assert sum(lengths[i] for i in rows) <= bound
 
 
 @given(st.lists(lengths_strategy, min_size=1, max_size=5), plans, st.integers(1, 4))
