@@ -42,8 +42,8 @@ class DenseReader:
     def entropy(self) -> torch.Tensor:
         """``[N]`` entropy in nats."""
         p = self._log_p.exp()
-        # where: an impossible token has p = 0 and log p = -inf, and their product counts as 0.
-        return self._at_items(-torch.where(p > 0, p * self._log_p, 0.0).sum(-1))
+        # An impossible token has p = 0 and log p = -inf; masked before the product, so that its gradient is 0 too.
+        return self._at_items(-(p * torch.where(p > 0, self._log_p, 0.0)).sum(-1))
 
     def log_prob_and_entropy(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Both, ``[N]`` each."""
