@@ -129,7 +129,7 @@ def examine(name: str, content: bytes) -> None:
             assert REMEDY.search(fault.next), fault
             if fault.kind != "duplicate":
                 assert PLACE.search(fault.line()), fault
-        json.dumps(report.to_json())
+        json.dumps(report.to_json(), ensure_ascii=False, allow_nan=False).encode("utf-8")
         "\n".join(fault.line() for fault in report.faults).encode("utf-8")
         if report.ok:
             assert all(row.prompt_text.strip() for row in load_rows(data, "train"))
@@ -150,6 +150,7 @@ FEW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthChec
 @given(mutated_rows())
 @example(b"")
 @example(jsonl([{"prompt": "p", "answer": "\ud800"}]))
+@example(jsonl([{"prompt": "p", "data_source": "\ud800"}]))
 def test_mutated_values(content: bytes) -> None:
     examine("rows.jsonl", content)
 

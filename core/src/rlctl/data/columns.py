@@ -201,7 +201,11 @@ def _chat_row(record: Record, index: int, columns: Columns, default_source: str)
 
 def _source(values: Mapping[str, Any], columns: Columns, default: str) -> str:
     value = _get(values, columns.data_source) if columns.data_source else None
-    return value if isinstance(value, str) and value else default
+    if not isinstance(value, str) or not value:
+        return default
+    assert columns.data_source is not None
+    _check_text(value, columns.data_source)
+    return value
 
 
 def _extra(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
