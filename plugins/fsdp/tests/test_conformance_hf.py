@@ -38,7 +38,9 @@ class TestLlama(RolloutConformance):
 
 
 class TestTiedQwen(TestLlama):
-    """A tied head: the export has one name for both."""
+    """A tied head, whose export has one name for both; one engine serves all tests."""
+
+    fresh_engine = False
 
     model: ClassVar[Mapping[str, Any]] = {
         "config": {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True, "initializer_range": 0.5}

@@ -64,8 +64,8 @@ class PolicyLoss:
             kl = total(kl_estimate(log_probs, field["ref_log_probs"], cfg.kl_loss_type))
             sums["actor/kl_loss"] = kl.detach()
             loss = loss + cfg.kl_loss_coef * kl
+        # Padding too reports these names: the ranks reduce them together.
         if self.check_rollout and "rollout_log_probs" in field:
-            # Padding reports the same names as other micro-batches: the ranks reduce them together.
             gap = (log_probs.detach().exp() - field["rollout_log_probs"].exp()).abs()
             gap = torch.where(mask, gap, 0.0)
             sums["_rollout_gap"] = gap.sum()

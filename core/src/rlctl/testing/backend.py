@@ -72,16 +72,26 @@ class BackendConformance:
         def make(
             seed: int = 0, optim: Mapping[str, Any] | None = None, forward_only: bool = False, **model: Any
         ) -> Engine:
-            engine = self.make_engine()
-            engines.append(engine)
-            section = {**_MODEL_DEFAULTS, **model_section, **model, "seed": seed}
-            optimizer = None if forward_only else OptimConfig(**(optim or {})).model_dump()
-            engine.build(self.topology, self.engine_settings(), section, optimizer, forward_only)
-            return engine
+            engines.append(self.make_engine())
+            self.build_engine(engines[-1], {**model_section, **model}, seed, optim, forward_only)
+            return engines[-1]
 
         yield make
         for engine in reversed(engines):
             engine.shutdown()
+
+    def build_engine(
+        self,
+        engine: Engine,
+        model: Mapping[str, Any],
+        seed: int = 0,
+        optim: Mapping[str, Any] | None = None,
+        forward_only: bool = False,
+    ) -> None:
+        """Build as the trainers do: whole sections, defaults filled in."""
+        optimizer = None if forward_only else OptimConfig(**(optim or {})).model_dump()
+        section = {**_MODEL_DEFAULTS, **model, "seed": seed}
+        engine.build(self.topology, self.engine_settings(), section, optimizer, forward_only)
 
     def record(self) -> BackendSpec:
         """The backend's record, by name from the installed plugins."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -15,9 +15,10 @@ from rlctl.errors import RlctlError
 from rlctl.generation import Completion, FinishReason, GenerateRequest, SamplingParams, ScoreRequest
 from rlctl.records import BackendKind
 from rlctl.sync import fingerprint_tensor
-from rlctl.testing.backend import BackendConformance, Build, Weights
+from rlctl.testing.backend import BackendConformance, Weights
 
 TOKENS = 6
+_SHARED = pytest.StashKey[Engine]()
 
 
 class RolloutConformance(BackendConformance):
@@ -27,21 +28,33 @@ class RolloutConformance(BackendConformance):
 
     Args:
         log_prob_tolerance: absolute, in nats, between generation and scoring, and alone and in a batch.
+        fresh_engine: build an engine for each test. False shares one among them, for engines that are slow to start; each
+            test then begins with a load of ``weights(0)``.
     """
 
     kind: ClassVar[BackendKind] = BackendKind.ROLLOUT
     log_prob_tolerance: ClassVar[float] = 1e-4
+    fresh_engine: ClassVar[bool] = True
 
     def weights(self, seed: int) -> Weights:
         """A whole set of random weights by Hugging Face name; another one for each seed, with logits that differ."""
         raise NotImplementedError("write weights(self, seed) -> {name: tensor}")
 
     @pytest.fixture
-    def engine(self, build: Build) -> Engine:
+    def engine(self, request: pytest.FixtureRequest, model_section: Mapping[str, Any]) -> Iterator[Engine]:
         """A built engine that serves ``weights(0)``."""
-        engine = build(forward_only=True)
+        suite = request.node.getparent(pytest.Class)
+        engine = None if self.fresh_engine else suite.stash.get(_SHARED, None)
+        if engine is None:
+            engine = self.make_engine()
+            self.build_engine(engine, model_section, forward_only=True)
+            if not self.fresh_engine:
+                suite.stash[_SHARED] = engine
+                suite.addfinalizer(engine.shutdown)
         engine.load_weights(iter(self.weights(0).items()), 1)
-        return engine
+        yield engine
+        if self.fresh_engine:
+            engine.shutdown()
 
     @property
     def prompts(self) -> list[list[int]]:
