@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+# Modules next to the tests, which importlib import mode does not find.
+sys.path.insert(0, str(Path(__file__).parent))
+
 
 class TinySite:
     """A directory of tiny distributions, and an environment in which a process sees them and no first-party plugin."""
