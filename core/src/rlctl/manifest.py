@@ -25,12 +25,14 @@ from typing import TYPE_CHECKING, Any
 from packaging.requirements import InvalidRequirement, Requirement
 
 from rlctl import files, topology
+from rlctl.data.readers import split_files
+from rlctl.data.rows import val_entries
 from rlctl.device import Device, device_name
 from rlctl.errors import DataError
 
 if TYPE_CHECKING:
     from rlctl.config.load import ResolvedConfig
-    from rlctl.config.schema import GuardsConfig
+    from rlctl.config.schema import DataConfig, GuardsConfig
     from rlctl.plugins import PluginSet
 
 SCHEMA = 1
@@ -212,6 +214,12 @@ def _start_ticks(pid: int) -> int | None:
     return int(text.rpartition(")")[2].split()[19])  # field 22 of proc(5); the name before it may hold spaces
 
 
+def _data_files(data: DataConfig, base_dir: Path) -> list[Path]:
+    """The files of both splits, directories expanded; ``hf:`` entries have no file here."""
+    names = [*split_files(data.train_files, "train"), *split_files(val_entries(data), "val")]
+    return [base_dir / Path(name).expanduser() for name in names if not name.startswith("hf:")]
+
+
 def build_manifest(
     resolved: ResolvedConfig,
     plugins: PluginSet | None = None,
@@ -236,8 +244,7 @@ def build_manifest(
     config = resolved.config
     cwd = Path.cwd() if cwd is None else cwd
     clean = typed_command() if argv is None else redact(argv)
-    names = (*config.data.train_files, *config.data.val_files)
-    data_files = [resolved.base_dir / Path(name).expanduser() for name in names]  # an absolute name stays as it is
+    data_files = _data_files(config.data, resolved.base_dir)
     task = config.data.task
     training = {"actor": topology.resolve(config.trainer.nproc, config.actor.parallel.model_dump())}
     seeds = {"trainer": config.trainer.seed}

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlctl.batch import save_batch
 from rlctl.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from rlctl.config.load import ResolvedConfig
+from rlctl.data.lengths import fit_rows
 from rlctl.data.prompts import PromptEncoder
 from rlctl.data.rewards import build_reward
 from rlctl.data.rows import load_rows
@@ -28,7 +29,6 @@ from rlctl.rundir import RunDirectory
 from rlctl.tracking import build_tracker
 from rlctl.tracking.reporter import Reporter
 from rlctl.trainers import setup
-from rlctl.trainers.prepare import fitting_rows
 from rlctl.trainers.rl import RLTrainer
 from rlctl.trainers.sft import SFTTrainer
 from rlctl.trainers.warm_start import warm_start
@@ -68,6 +68,7 @@ class Runner:
         self.resuming = resume is not None
         reporter.message(f"run directory {self.run.path}")
         self.engines: dict[str, Engine] = {}
+        self.closing = ExitStack()
         self.best: tuple[float, int] | None = None
 
     def _open_run(self, run_dir: Path | None, resume: Path | None) -> RunDirectory:
@@ -94,8 +95,9 @@ class Runner:
             encoder = PromptEncoder(tokenizer, config.data)
             train_rows, val_rows = load_rows(config.data, "train"), load_rows(config.data, "val")
         sft = config.trainer.type == "sft"
-        fit = partial(fitting_rows, encoder=encoder, data=config.data, sft=sft, reporter=self.reporter)
-        train_rows, val_rows = fit(train_rows, split="train"), fit(val_rows, split="val")
+        with self.reporter.phase("encoding rows", None):
+            train_rows = fit_rows(train_rows, encoder, config.data, sft=sft)
+            val_rows = fit_rows(val_rows, encoder, config.data, sft=sft)
         sampler = BatchSampler(len(train_rows), config.data.train_batch_size, config.data.shuffle, config.trainer.seed)
         self.tokenizer, self.model = tokenizer, model
         self.total_steps = setup.schedule_length(config, len(train_rows))
@@ -107,6 +109,7 @@ class Runner:
             self.engines["actor"] = engine
             return SFTTrainer(context, engine, plan, encoder, sampler, train_rows, val_rows, longest)
         scorer = build_reward(config.reward, self.plugins, self.resolved.base_dir)
+        self.closing.callback(scorer.close)
         if config.warm_start is not None:
             exported = self.run.path / "warm_start" / "export"
             if self.resuming and exported.is_dir():
@@ -180,6 +183,7 @@ class Runner:
         finally:
             for engine in self.engines.values():
                 engine.shutdown()
+            self.closing.close()
             self.reporter.close()
         return result
 
