@@ -64,7 +64,7 @@ def test_a_task_is_recorded_by_name_and_seed(tmp_path: Path) -> None:
 def test_a_missing_data_file_is_a_plain_error(tmp_path: Path) -> None:
     config = resolved(tmp_path)
     (tmp_path / "train.jsonl").unlink()
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="no data file"):
         build_manifest(config, device=Device("cpu"))
 
 

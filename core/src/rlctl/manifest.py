@@ -216,8 +216,13 @@ def _start_ticks(pid: int) -> int | None:
 
 def _data_files(data: DataConfig, base_dir: Path) -> list[Path]:
     """The files of both splits, directories expanded; ``hf:`` entries have no file here."""
+
+    def placed(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(n if n.startswith("hf:") else str(base_dir / Path(n).expanduser()) for n in names)
+
+    data = data.model_copy(update={"train_files": placed(data.train_files), "val_files": placed(data.val_files)})
     names = [*split_files(data.train_files, "train"), *split_files(val_entries(data), "val")]
-    return [base_dir / Path(name).expanduser() for name in names if not name.startswith("hf:")]
+    return [Path(name) for name in names if not name.startswith("hf:")]
 
 
 def build_manifest(
