@@ -15,8 +15,9 @@ from rlctl.generation import SamplingParams
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
-_SMALL_NUCLEUS = 1024
-"""Candidates that are looked at before a whole row is sorted for top-p."""
+_BELOW_ONE = 1.0 - 2.0**-40
+_CANDIDATES = (64, 1024)
+"""Largest logits that top-p looks at, before it takes all."""
 
 
 def _mix(z: np.ndarray) -> np.ndarray:
@@ -62,14 +63,16 @@ def _keep_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
 
     The last token of the set is the one that crosses ``top_p``; ties with it stay.
     """
-    vocab = logits.shape[-1]
     log_total = logits.logsumexp(-1, keepdim=True)
-    few = min(vocab, _SMALL_NUCLEUS)
-    threshold, covered = _nucleus_threshold(logits.topk(few, dim=-1).values, log_total, top_p)
-    if few < vocab and not bool(covered.all()):
-        rest = (~covered).nonzero()[:, 0]
-        whole = logits[rest].sort(-1, descending=True).values
-        threshold[rest] = _nucleus_threshold(whole, log_total[rest], top_p)[0]
+    threshold = torch.full_like(log_total, float("-inf"))
+    # Most nuclei are small. Only rows whose candidates do not reach top_p are looked at again, with more of them.
+    rows = torch.arange(logits.shape[0], device=logits.device)
+    for count in (*_CANDIDATES, logits.shape[-1]):
+        candidates = logits[rows].topk(min(count, logits.shape[-1]), dim=-1).values
+        threshold[rows], covered = _nucleus_threshold(candidates, log_total[rows], top_p)
+        rows = rows[~covered]
+        if not rows.numel():
+            break
     return logits.masked_fill(logits < threshold, float("-inf"))
 
 
@@ -96,11 +99,31 @@ def draw(logits: torch.Tensor, params: SamplingParams, u: torch.Tensor | None) -
     if params.top_p < 1.0:
         x = _keep_top_p(x, params.top_p)
     assert u is not None
-    # Inverse transform on unnormalised weights: one exponential and one scan. The scan is in float64 so that a large
-    # vocabulary loses none of its tail.
     x = x - x.amax(-1, keepdim=True)
-    scan = x.exp().cumsum(-1, dtype=torch.float64)
-    total = scan[:, -1:]
-    ids = torch.searchsorted(scan, u[:, None] * total, right=True).clamp_(max=x.shape[-1] - 1)
+    ids, total = _invert(x, u[:, None])
     log_probs = x.gather(-1, ids) - total.log().float()
     return ids[:, 0], log_probs[:, 0]
+
+
+def _invert(x: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inverse transform on the unnormalised weights ``exp(x)``: (ids ``[R, 1]``, total weight float64 ``[R, 1]``).
+
+    Two levels: first the block of the vocabulary, then the token in it. Sums and scans are in float64, but of one number
+    a block and of one block, so a large vocabulary loses none of its tail and is still read only once.
+    """
+    rows, vocab = x.shape
+    width = 1 << max(3, (vocab.bit_length() + 1) // 2)
+    blocks = -(-vocab // width)
+    weights = x.new_zeros(rows, blocks * width)
+    torch.exp(x, out=weights[:, :vocab])
+    weights = weights.view(rows, blocks, width)
+    sums = weights.sum(-1).double()
+    scan = sums.cumsum(-1)
+    total = scan[:, -1:]
+    # "right" skips what has no weight: a block, and below a token, is only ever taken when it makes its scan grow.
+    block = torch.searchsorted(scan, u * total, right=True).clamp_(max=blocks - 1)
+    inside = sums.gather(-1, block)
+    share = ((u * total - (scan.gather(-1, block) - inside)) / inside).clamp_(0.0, _BELOW_ONE)
+    scan = weights[torch.arange(rows, device=x.device), block[:, 0]].cumsum(-1, dtype=torch.float64)
+    token = torch.searchsorted(scan, share * scan[:, -1:], right=True).clamp_(max=width - 1)
+    return block * width + token, total
