@@ -1,10 +1,11 @@
 """Packed causal attention as one attention function of transformers.
 
-Rows lie end to end in one sequence of N tokens; ``cu_seq_lens_q`` ``[R + 1]`` says where each begins. Nothing is padded
-and no mask over ``[N, N]`` is built. On accelerators with bf16 or fp16 the varlen flash kernel of torch computes it;
-everywhere else neighbouring rows of equal length run as one batch of exact scaled dot-product attention.
+Segments (rows, shared prompts, and what follows them) lie end to end in one sequence of N tokens; ``cu_seq_lens_q`` says
+where each begins. Nothing is padded and no mask over ``[N, N]`` is built. On accelerators with bf16 or fp16 the varlen
+flash kernel of torch computes it; everywhere else neighbouring segments of one shape run as one batch of exact scaled
+dot-product attention.
 
-Shapes: N tokens, R rows, H query heads, G key/value heads, E head size, B rows of one length L.
+Shapes: N tokens, S segments, H query heads, G key/value heads, E head size, B segments of one length L.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rlctl.errors import EngineError
 NAME = "rlctl_packed"
 
 _IGNORED_KEYWORDS = frozenset(
-    {"cu_seq_lens_k", "max_length_k", "position_ids", "use_cache", "output_attentions", "output_hidden_states"}
+    {"position_ids", "use_cache", "output_attentions", "output_hidden_states"}
     | {"output_router_logits", "is_causal", "cache_position", "position_embeddings", "cache", "past_key_values"}
 )
 """Keywords that models hand on to every attention function and that change nothing here."""
@@ -95,18 +96,43 @@ def strict_mask(*args: Any, **kwargs: Any) -> None:
         _trace.mask_windows.add(int(kwargs["local_size"]))
 
 
+@dataclass(frozen=True)
+class _Group:
+    """Neighbouring segments of one shape.
+
+    Args:
+        tokens: of the group; ``rows`` segments of ``length`` tokens.
+        parent: index of the group of roots that its segments continue, None for roots.
+        members: which segment of that group each one continues.
+    """
+
+    tokens: int
+    rows: int
+    length: int
+    parent: int | None = None
+    members: tuple[int, ...] = ()
+
+
 @lru_cache(maxsize=64)
-def _length_groups(bounds: tuple[int, ...]) -> tuple[tuple[int, int, int, int], ...]:
-    """Runs of neighbouring rows of one length: (first token, last token, rows, length)."""
-    groups: list[tuple[int, int, int, int]] = []
-    for start, end in pairwise(bounds):
-        length = end - start
-        if groups and groups[-1][3] == length:
-            first, _, rows, _ = groups[-1]
-            groups[-1] = (first, end, rows + 1, length)
-        else:
-            groups.append((start, end, 1, length))
-    return tuple(groups)
+def _groups(bounds: tuple[int, ...], parents: tuple[int, ...] | None) -> tuple[_Group, ...]:
+    """Groups of a packed sequence in its order (see :class:`rlctl_fsdp.segments.Segments`)."""
+    shapes: list[tuple[int, int | None]] = []
+    members: list[list[int]] = []
+    place: dict[int, tuple[int, int]] = {}  # root segment -> (its group, its index there)
+    for segment, (start, end) in enumerate(pairwise(bounds)):
+        parent = -1 if parents is None else parents[segment]
+        group, member = place[parent] if parent >= 0 else (None, -1)
+        shape = (end - start, group)
+        if not shapes or shapes[-1] != shape:
+            shapes.append(shape)
+            members.append([])
+        if group is None:
+            place[segment] = (len(shapes) - 1, len(members[-1]))
+        members[-1].append(member)
+    return tuple(
+        _Group(length * len(m), len(m), length, group, () if group is None else tuple(m))
+        for (length, group), m in zip(shapes, members, strict=True)
+    )
 
 
 @lru_cache(maxsize=1)
@@ -144,16 +170,23 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
     max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    key_index: torch.Tensor | None = None,
+    segment_parents: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each row.
+    """Causal attention within each row, where a segment may continue another (a prompt that several rows share).
 
     Args:
         query: ``[1, H, N, E]``; key ``[1, G, N, E]``, value ``[1, G, N, Ev]``.
         sliding_window: token i sees j when ``i - j < sliding_window`` (and j <= i, same row).
         softcap: scores s become ``softcap * tanh(s / softcap)`` (Gemma 2).
-        cu_seq_lens_q: ``[R + 1]`` int32 starts of the rows, N at the end.
+        cu_seq_lens_q: ``[S + 1]`` int32 starts of the segments, N at the end; ``max_length_q`` the longest.
+        cu_seq_lens_k: ``[S + 1]`` int32 starts of each segment's keys; ``max_length_k`` the most keys.
+        key_index: ``[K]`` index of each segment's keys among the N tokens; None when segments see only themselves.
+        segment_parents: ``[S]`` on the CPU, the segment that each one continues or -1; None when none does.
 
     Returns:
         ``[1, N, H, Ev]`` and no attention weights.
@@ -194,9 +227,14 @@ def packed_attention(
     if dtype != query.dtype or key.dtype != dtype or value.dtype != dtype:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if kernel_for(query.device, dtype, query.shape[-1], value.shape[-1], softcap) == "varlen" and dropout == 0.0:
-        out = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
+        if key_index is not None:
+            key, value = key.index_select(2, key_index), value.index_select(2, key_index)
+        cu_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+        out = _varlen(query, key, value, cu_seq_lens_q, cu_k, max_length_q, max_length_k, scaling, sliding_window)
     else:
-        out = _per_length(query, key, value, cu_seq_lens_q, dropout, scaling, sliding_window, softcap)
+        parents = None if segment_parents is None else tuple(segment_parents.tolist())
+        groups = _groups(tuple(cu_seq_lens_q.tolist()), parents)
+        out = _by_group(query, key, value, groups, dropout, scaling, sliding_window, softcap)
     return out, None
 
 
@@ -204,63 +242,75 @@ def _varlen(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cu_seq_lens: torch.Tensor,
-    max_length: int | None,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    max_q: int | None,
+    max_k: int | None,
     scaling: float | None,
     sliding_window: int | None,
 ) -> torch.Tensor:
     kernel, wants_gqa = _varlen_kernel()
-    longest = int(max_length) if max_length is not None else int((cu_seq_lens[1:] - cu_seq_lens[:-1]).max())
-    # The kernel's left window counts tokens before this one; transformers' window counts this one too.
+    longest_q = int((cu_q[1:] - cu_q[:-1]).max()) if max_q is None else int(max_q)
+    longest_k = int((cu_k[1:] - cu_k[:-1]).max()) if max_k is None else int(max_k)
+    # The kernel's left window counts tokens before this one; transformers' window counts this one too. With more keys
+    # than queries the kernel aligns the causal edge at the end, which is where a tail's own tokens are.
     window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
     q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))
     extra = {"enable_gqa": True} if wants_gqa and q.shape[1] != k.shape[1] else {}
-    cu = cu_seq_lens.to(torch.int32)
-    return kernel(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=window, **extra)[None]
+    cu_q, cu_k = cu_q.to(torch.int32), cu_k.to(torch.int32)
+    return kernel(q, k, v, cu_q, cu_k, longest_q, longest_k, scale=scaling, window_size=window, **extra)[None]
 
 
-def _per_length(
+def _by_group(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cu_seq_lens: torch.Tensor,
+    groups: tuple[_Group, ...],
     dropout: float,
     scaling: float | None,
     sliding_window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    num_tokens = query.shape[2]
-    bounds = tuple(cu_seq_lens.tolist())
-    if bounds[0] != 0 or bounds[-1] != num_tokens:
+    sizes = [g.tokens for g in groups]
+    if sum(sizes) != query.shape[2]:
         raise PackedAttentionError(
-            "row boundaries do not cover the packed sequence", found=f"{bounds[0]} to {bounds[-1]}", wanted=f"0 to {num_tokens}"
-        )  # fmt: skip
-    groups = _length_groups(bounds)
-    sizes = [last - first for first, last, _, _ in groups]
+            "row boundaries do not cover the packed sequence", found=f"{sum(sizes)} tokens", wanted=query.shape[2]
+        )
     # One split a tensor, not one slice a group: the gradient of a slice is a whole tensor of zeros.
-    parts = zip(*(t[0].transpose(0, 1).split(sizes) for t in (query, key, value)), strict=True)  # [B * L, heads, E]
+    parts = [t[0].transpose(0, 1).split(sizes) for t in (query, key, value)]  # [B * L, heads, E]
+    shaped = [
+        [t.unflatten(0, (g.rows, g.length)) for t, g in zip(part, groups, strict=True)] for part in parts
+    ]  # [B, L, heads, E]
     outputs = []
-    for (_, _, rows, length), part in zip(groups, parts, strict=True):
-        qb, kb, vb = (t.unflatten(0, (rows, length)).transpose(1, 2) for t in part)  # [B, heads, L, E]
-        mask = _window_mask(length, sliding_window, query.device)
+    for g, q, k, v in zip(groups, *shaped, strict=True):
+        before = 0
+        if g.parent is not None:
+            before = groups[g.parent].length
+            members = torch.tensor(g.members, device=q.device)
+            k = torch.cat([shaped[1][g.parent].index_select(0, members), k], 1)
+            v = torch.cat([shaped[2][g.parent].index_select(0, members), v], 1)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, L, E]
+        mask = _mask(g.length, before, sliding_window, q.device)
         if softcap is not None:
-            out = _capped_attention(qb, kb, vb, mask, dropout, scaling, softcap)
+            out = _capped_attention(q, k, v, mask, dropout, scaling, softcap)
         else:
             out = scaled_dot_product_attention(
-                qb, kb, vb, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling,
-                enable_gqa=qb.shape[1] != kb.shape[1],
+                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling,
+                enable_gqa=q.shape[1] != k.shape[1],
             )  # fmt: skip
         outputs.append(out.transpose(1, 2).flatten(0, 1))  # [B * L, H, Ev]
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
 
 
-def _window_mask(length: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
-    """``[L, L]`` True where a token may look; None when causality alone decides."""
-    if sliding_window is None or length <= sliding_window:
+def _mask(length: int, before: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
+    """``[L, before + L]`` True where a token may look; None when plain causality over ``[L, L]`` decides."""
+    window = before + length if sliding_window is None else sliding_window
+    if not before and window >= length:
         return None
-    i = torch.arange(length, device=device)
-    distance = i[:, None] - i
-    return (distance >= 0) & (distance < sliding_window)
+    distance = torch.arange(before, before + length, device=device)[:, None] - torch.arange(
+        before + length, device=device
+    )
+    return (distance >= 0) & (distance < window)
 
 
 def _capped_attention(

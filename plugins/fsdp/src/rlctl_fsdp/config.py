@@ -34,6 +34,11 @@ class FSDPConfig(Strict):
         description="packed: rows end to end in one sequence. per_row: rows of equal length as one batch, with the "
         "model's own attention. auto: packed where a probe finds that no layer looks across rows.",
     )
+    share_prompts: bool = Field(
+        default=True,
+        description="Compute a prompt that several rows of a micro-batch share once. For packed rows; values and "
+        "gradients are those of separate rows.",
+    )
     logits_budget_mib: PositiveInt = Field(
         default=1024,
         description="Logits of a micro-batch up to this size are kept for the backward pass; larger ones are computed "

@@ -114,6 +114,7 @@ class FSDPEngine:
         wrapped = self._place.mesh is not None
         notes = {
             "attention": self._seen.attention_note,
+            "shared_prompts": self._seen.share_note,
             "logits": self._seen.head_note,
             "compute_dtype": str(self._compute).removeprefix("torch."),
             "wrap": f"fully_shard over {self._mesh.world_size} ranks" if wrapped else "plain module",
@@ -170,7 +171,7 @@ class FSDPEngine:
         device = self._place.device
         job = ScoreJob(
             layout.on_device(batch, device),
-            layout.lay_out(batch, self._seen.packed, device),
+            layout.lay_out(batch, device, packed=self._seen.packed, share=self._seen.share),
             loss_fn,
             self._seen.head,
             self._compute,

@@ -28,6 +28,8 @@ class Inspection:
     head_note: str = ""
     packed: bool = True
     attention_note: str = ""
+    share: bool = False
+    share_note: str = "off: rows are not packed"
 
 
 def inspect_model(
@@ -44,10 +46,14 @@ def inspect_model(
     vocab_size = int(vocab.weight.shape[0]) if vocab is not None else int(model.config.get_text_config().vocab_size)
     if config.attention == "per_row":
         return Inspection(vocab_size, spec, head_note, False, "per_row: asked for")
-    verdict = _try_packing(model, spec, vocab_size, device, compute, sharded)
+    verdict = _try_packing(model, spec, vocab_size, device, compute, sharded, share=False)
     if verdict.packed:
         kernel = attention.kernel_for(device, compute, *_head_sizes(model), None)
-        return Inspection(vocab_size, spec, head_note, True, f"packed ({kernel}): {verdict.why}")
+        note = f"packed ({kernel}): {verdict.why}"
+        if not config.share_prompts:
+            return Inspection(vocab_size, spec, head_note, True, note, False, "off: asked for")
+        sharing = _try_packing(model, spec, vocab_size, device, compute, sharded, share=True)
+        return Inspection(vocab_size, spec, head_note, True, note, sharing.packed, sharing.why)
     if config.attention == "packed":
         raise EngineError(
             f"{type(model).__name__} cannot run packed rows",
@@ -71,25 +77,27 @@ def _try_packing(
     device: torch.device,
     compute: torch.dtype,
     sharded: bool,
+    share: bool,
 ) -> Verdict:
+    """Probe rows end to end (``share`` False), or with a prompt that two of them share."""
     master = next(model.parameters()).dtype
 
-    def packed_logits(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        mask = [torch.arange(len(r)) > 0 for r in rows]
-        inputs = lay_out(pack({"input_ids": rows, "loss_mask": mask}), True, device).inputs
+    def packed_logits(rows: Sequence[torch.Tensor], scored_from: int) -> torch.Tensor:
+        mask = [torch.arange(len(r)) >= scored_from for r in rows]
+        layout = lay_out(pack({"input_ids": rows, "loss_mask": mask}), device, packed=True, share=share)
         decoder, head = decoder_of(model), head_of(model)
         with attention.attention_set(model, attention.NAME):
             if spec is None or decoder is None or head is None:
-                return model(**inputs).logits[0].float()
-            hidden = decoder(**inputs).last_hidden_state[0]
-            return spec.apply(F.linear(hidden, *head).float())
+                return model(**layout.inputs).logits[0].float()[layout.sources]
+            hidden = decoder(**layout.inputs).last_hidden_state[0]
+            return spec.apply(F.linear(hidden, *head).float())[layout.sources]
 
     if sharded or compute == master:
-        return probe_packing(model, packed_logits, vocab_size, device, compute if sharded else master)
+        return probe_packing(model, packed_logits, vocab_size, device, compute if sharded else master, share)
     # First in the precision of the weights, where a small difference shows; then with the kernel that training uses.
-    exact = probe_packing(model, packed_logits, vocab_size, device, master)
+    exact = probe_packing(model, packed_logits, vocab_size, device, master, share)
     if not exact.packed:
         return exact
     with torch.autocast(device.type, compute) if compute != master else nullcontext():
-        coarse = probe_packing(model, packed_logits, vocab_size, device, compute)
+        coarse = probe_packing(model, packed_logits, vocab_size, device, compute, share)
     return exact if coarse.packed else coarse

@@ -1,7 +1,6 @@
 """A micro-batch as model inputs: rows end to end, or rows of one length as a batch.
 
-Rows are laid out by ascending length, so that rows of equal length are neighbours and share one attention call; readers
-get back to the batch's own order through one index.
+Packed rows are laid out by :mod:`rlctl_fsdp.segments`; readers get back to the batch's own order through one index.
 
 Shapes: N tokens, R rows, P scored tokens, L the common length.
 """
@@ -15,6 +14,7 @@ import torch
 
 from rlctl.batch import PackedBatch, padding_like
 from rlctl.errors import BatchError
+from rlctl_fsdp.segments import Segments, plan_segments
 
 
 @dataclass(frozen=True)
@@ -59,47 +59,50 @@ def check(batch: PackedBatch, vocab_size: int) -> None:
         )
 
 
-def lay_out(batch: PackedBatch, packed: bool, device: torch.device) -> Layout:
-    """Inputs of ``batch``, which must have rows of one length unless ``packed``."""
-    cu = batch.cu_seqlens
-    lengths = cu[1:] - cu[:-1]
-    num_tokens = batch.num_items
+def lay_out(batch: PackedBatch, device: torch.device, *, packed: bool, lean: bool = True, share: bool = True) -> Layout:
+    """Inputs of ``batch``, which must have rows of one length unless ``packed``.
+
+    Args:
+        lean, share: see :func:`rlctl_fsdp.segments.plan_segments`; for packed rows only.
+    """
     ids = batch.items["input_ids"].long().cpu()
-    positions = batch.items["loss_mask"].bool().cpu().nonzero()[:, 0]
-    sources = positions - 1
-    shortest, longest = (int(v) for v in torch.aminmax(lengths))
-    if shortest == longest:
-        position_ids = torch.arange(longest).repeat(batch.num_rows)
-    else:
-        order = torch.argsort(lengths, stable=True)
-        starts, lengths = cu[:-1][order], lengths[order]
-        cu = torch.cat([cu.new_zeros(1), lengths.cumsum(0)])
-        offset = torch.repeat_interleave(cu[:-1], lengths)
-        position_ids = torch.arange(num_tokens) - offset
-        take = torch.repeat_interleave(starts, lengths) + position_ids
-        ids = ids[take]
-        where = torch.empty_like(take)
-        where[take] = torch.arange(num_tokens)
-        sources = where[sources]
-    if packed:
-        shape = (1, num_tokens)
-        boundaries = cu.to(device, torch.int32, non_blocking=True)
-        extra = {
-            "cu_seq_lens_q": boundaries,
-            "cu_seq_lens_k": boundaries,
-            "max_length_q": longest,
-            "max_length_k": longest,
+    mask = batch.items["loss_mask"].bool().cpu()
+    positions = mask.nonzero()[:, 0]
+    if not packed:
+        length = batch.lengths[0]
+        assert set(batch.lengths) == {length}, "rows of one length make a batch without padding"
+        inputs = {
+            "input_ids": ids.view(-1, length).to(device, non_blocking=True),
+            "position_ids": torch.arange(length).expand(batch.num_rows, -1).to(device, non_blocking=True),
+            "use_cache": False,
         }
-    else:
-        assert shortest == longest, "rows of one length make a batch without padding"
-        shape, extra = (batch.num_rows, longest), {}
+        return Layout(inputs, positions.to(device), (positions - 1).to(device))
+    segments = plan_segments(ids.numpy(), mask.numpy(), batch.cu_seqlens.numpy(), lean=lean, share=share)
+    sources = torch.from_numpy(segments.where)[positions - 1]
     inputs = {
-        "input_ids": ids.view(shape).to(device, non_blocking=True),
-        "position_ids": position_ids.view(shape).to(device, non_blocking=True),
+        "input_ids": ids[torch.from_numpy(segments.take)][None].to(device, non_blocking=True),
+        "position_ids": torch.from_numpy(segments.positions)[None].to(device, non_blocking=True),
         "use_cache": False,
-        **extra,
+        **_boundaries(segments, device),
     }
     return Layout(inputs, positions.to(device), sources.to(device))
+
+
+def _boundaries(segments: Segments, device: torch.device) -> dict[str, Any]:
+    """What :func:`rlctl_fsdp.attention.packed_attention` needs to know of the segments."""
+    queries = torch.from_numpy(segments.bounds).to(device, torch.int32, non_blocking=True)
+    longest = int(segments.lengths.max())
+    found: dict[str, Any] = {"cu_seq_lens_q": queries, "max_length_q": longest}
+    if not segments.shares:
+        return {**found, "cu_seq_lens_k": queries, "max_length_k": longest}
+    index, starts = segments.keys()
+    return {
+        **found,
+        "cu_seq_lens_k": torch.from_numpy(starts).to(device, torch.int32, non_blocking=True),
+        "max_length_k": int((starts[1:] - starts[:-1]).max()),
+        "key_index": torch.from_numpy(index).to(device, non_blocking=True),
+        "segment_parents": torch.from_numpy(segments.parents),
+    }
 
 
 def on_device(batch: PackedBatch, device: torch.device) -> PackedBatch:

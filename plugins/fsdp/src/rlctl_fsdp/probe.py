@@ -1,11 +1,11 @@
 """Does this model keep packed rows apart? Found by running it, never by its name.
 
-Two random rows run packed and alone. The model may not be packed when its packed logits differ from those of each row
-alone (attention of its own, sinks, missing position resets), when changing one row changes the other (linear attention,
+Random rows run packed and alone. The model may not be packed when its packed logits differ from those of each row alone
+(attention of its own, sinks, missing position resets), when changing other rows changes this one (linear attention,
 convolution or recurrent state running across the boundary), or when a window that its masks ask for never reaches the
-attention function.
+attention function. Two of the rows share a prompt, so that the same probe answers for prompts laid out once.
 
-Shapes: T tokens of a row, V vocabulary.
+Shapes: P scored tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from transformers import PreTrainedModel
 
 from rlctl_fsdp import attention
 
-_LENGTHS = (7, 12)
+PROMPT = 5
+"""Tokens of the probe's prompts."""
+_ANSWERS = (7, 4, 9)
 _TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-9}
 _TOLERANCE_LOW = 4e-2
 
@@ -31,27 +33,39 @@ class Verdict:
     why: str
 
 
-PackedLogits = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+PackedLogits = Callable[[Sequence[torch.Tensor], int], torch.Tensor]
 
 
 @torch.no_grad()
 def probe_packing(
-    model: PreTrainedModel, packed_logits: PackedLogits, vocab_size: int, device: torch.device, dtype: torch.dtype
+    model: PreTrainedModel,
+    packed_logits: PackedLogits,
+    vocab_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    share: bool,
 ) -> Verdict:
     """Compare the engine's packed path with rows alone.
 
     Args:
         model: whole weights, in eval mode; run it inside the root's forward when sharded.
-        packed_logits: rows of token ids -> logits ``[sum T, V]`` along the engine's packed path.
+        packed_logits: (rows of token ids, offset f of each row's first scored token) -> logits ``[P, V]`` that predict
+            the tokens from f on, along the engine's packed path.
         dtype: dtype of the computation, which sets the tolerance.
+        share: score what follows the prompts, so that they may be shared; else every token that has a predecessor.
     """
+    start = PROMPT if share else 1
     generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(0, vocab_size, (n,), generator=generator) for n in _LENGTHS]
-    other = torch.randint(0, vocab_size, (_LENGTHS[0],), generator=generator)
-    alone = torch.cat([_alone(model, row, device) for row in rows])
+    prompt, other = (torch.randint(0, vocab_size, (PROMPT,), generator=generator) for _ in range(2))
+    answers = [torch.randint(0, vocab_size, (n,), generator=generator) for n in _ANSWERS]
+    # Two rows share a prompt, one has another.
+    rows = [torch.cat([p, a]) for p, a in zip((prompt, prompt, other), answers, strict=True)]
+    changed = [rows[0], torch.cat([prompt, answers[1].flip(0)]), torch.cat([other.flip(0), answers[2]])]
+    alone = torch.cat([model(input_ids=r[None].to(device), use_cache=False).logits[0, start - 1 : -1] for r in rows])
+    alone = alone.float()
     try:
         with attention.tracing() as trace:
-            packed = packed_logits(rows)
+            packed = packed_logits(rows, start)
     except attention.PackedAttentionError as error:
         return Verdict(False, error.what + (f" ({error.found})" if error.found else ""))
     except torch.OutOfMemoryError:
@@ -67,11 +81,8 @@ def probe_packing(
     difference = float((packed - alone).abs().max()) / scale
     if not difference <= tolerance:
         return Verdict(False, f"packed rows differ from rows alone by {difference:.1e} of the largest logit")
-    leak = float((packed_logits([other, rows[1]])[_LENGTHS[0] :] - packed[_LENGTHS[0] :]).abs().max()) / scale
+    first = len(rows[0]) - start
+    leak = float((packed_logits(changed, start)[:first] - packed[:first]).abs().max()) / scale
     if not leak <= tolerance / 4:
-        return Verdict(False, f"changing one row changes its neighbour by {leak:.1e} of the largest logit")
-    return Verdict(True, f"packed equals alone to {difference:.1e}")
-
-
-def _alone(model: PreTrainedModel, row: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return model(input_ids=row[None].to(device), use_cache=False).logits[0].float()
+        return Verdict(False, f"changing other rows changes this one by {leak:.1e} of the largest logit")
+    return Verdict(True, f"equal to rows alone to {difference:.1e}")
