@@ -70,6 +70,20 @@ def _unsharded(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def _without_cudnn_attention() -> Iterator[None]:
+    """cuDNN's attention makes a new plan for every key length, and decoding has a new one at each token.
+
+    Measured on one H200 with 30 layers, 64 new tokens: 90 ms a token while it plans, 32 ms once the shapes are known.
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@contextmanager
 def generation_mode(module: PreTrainedModel, attention: str | None) -> Iterator[None]:
     """No gradients, evaluation mode, whole parameters, and the attention implementation ``attention`` (None: as it is).
 
@@ -77,6 +91,7 @@ def generation_mode(module: PreTrainedModel, attention: str | None) -> Iterator[
     """
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
+        stack.enter_context(_without_cudnn_attention())
         stack.enter_context(_evaluation(module))
         if attention is not None:
             stack.enter_context(_attention(module, attention))
