@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from fsdp_helpers import batch_of, build_engine, model_section, nll, ppo_like, rows
 
-from rlctl.batch import PackedBatch
+from rlctl.batch import PackedBatch, pack
 from rlctl.engine import Engine
 from rlctl.microbatch import MicroBatchPlan
 from rlctl.normalizer import item_weights
-from rlctl_fsdp import shard
+from rlctl_fsdp import build, shard
 
 LENGTHS = (9, 4, 13, 9, 2, 7)
 SPLITS: dict[str, tuple[list[int], list[int]]] = {
@@ -48,13 +48,14 @@ CASES: dict[str, dict[str, Any]] = {
     "mamba": {"model": {"config": MAMBA}, "split": "uneven"},
     "per-row": {"family": "llama", "split": "uneven", "engine": {"attention": "per_row"}, "loss": "ppo"},
     "from-directory": {"model": {"path": "DIRECTORY"}, "split": "uneven"},
+    "shared-prompts": {"family": "qwen3-moe", "split": "uneven", "prompts": True, "loss": "ppo"},
     "bfloat16": {"family": "llama", "split": "uneven", "engine": {"param_dtype": "bfloat16"}},
 }
 
 
 def _train(engine: Engine, batch: PackedBatch, loss_fn: Any, calls: int) -> dict[str, float]:
     if calls == 1:
-        out = engine.train_batch(batch, loss_fn, MicroBatchPlan(max_tokens=16), "seq-mean-token-mean")
+        out = engine.train_batch(batch, loss_fn, MicroBatchPlan(max_tokens=24), "seq-mean-token-mean")
         return {"loss": out.loss, "grad_norm": out.step.grad_norm, **out.sums, **out.maxes}
     # The same mini-batch as two forward_backward calls before one step, under the same global weights.
     batch = batch.with_items(item_weight=item_weights(batch, "seq-mean-token-mean", reduce=engine.reduce))
@@ -78,7 +79,14 @@ def run_case(case: dict[str, Any], rank: int, world: int, scratch: Path) -> dict
         engine._pm.get_plugin("provider")._config = engine._pm.get_plugin("provider")._config.model_copy(
             update={"logits_budget_mib": 0}
         )
-    whole = batch_of(rows(LENGTHS))
+    tokens = rows(LENGTHS)
+    if case.get("prompts"):
+        prompt, other = rows((6, 3), seed=9)
+        tokens = [torch.cat([other if i % 3 else prompt, t]) for i, t in enumerate(tokens)]
+        masks = [torch.arange(len(t)) >= (3 if i % 3 else 6) for i, t in enumerate(tokens)]
+        whole = pack({"input_ids": tokens, "loss_mask": masks})
+    else:
+        whole = batch_of(tokens)
     mine = SPLITS[case["split"]][rank] if world > 1 else range(len(LENGTHS))
     batch = whole.select(list(mine))
     loss_fn = {"nll": nll, "ppo": ppo_like}[case.get("loss", "nll")]
@@ -119,6 +127,15 @@ def main(scratch: Path) -> None:
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     results: dict[str, Any] = {}
+    whole_models = 0
+    build_whole = build.build_whole
+
+    def counting(*args: Any) -> Any:
+        nonlocal whole_models
+        whole_models += 1
+        return build_whole(*args)
+
+    build.build_whole = counting
     for name, case in CASES.items():
         # Each case saves below its own directory, made by rank 0.
         own = scratch / name
@@ -129,6 +146,7 @@ def main(scratch: Path) -> None:
         dist.barrier()
         results[name] = run_case(case, rank, 2, own)
     results["without-cures"] = _without_cures(2)
+    results["whole-models"] = whole_models
     torch.save(results, scratch / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

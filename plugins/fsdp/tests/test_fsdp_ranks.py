@@ -100,3 +100,9 @@ def test_the_comparison_fails_without_the_cures(ranks, tmp_path) -> None:
     assert plain["grad_norm"] == pytest.approx(wanted["grad_norm"] / 2, rel=1e-4), (
         "a mean is off by the number of ranks"
     )
+
+
+def test_only_one_rank_ever_holds_a_whole_model(ranks) -> None:
+    results, _ = ranks
+    assert results[0]["whole-models"] == 2 * len(CASES) + 1
+    assert results[1]["whole-models"] == 0

@@ -19,11 +19,15 @@ from rlctl_fsdp.head import HeadSpec
 
 _CHUNK_BYTES = {"cpu": 8 << 20}
 _CHUNK_BYTES_ACCELERATOR = 512 << 20
+_CHUNK_ROWS_MIN = 256
 
 
 def chunk_rows(vocab_size: int, device_type: str) -> int:
-    """Tokens of a chunk: float32 logits of a few MiB on the CPU (its caches), of half a GiB on an accelerator."""
-    return max(1, _CHUNK_BYTES.get(device_type, _CHUNK_BYTES_ACCELERATOR) // (4 * vocab_size))
+    """Tokens of a chunk: float32 logits of a few MiB on the CPU (its caches), of half a GiB on an accelerator.
+
+    At least 256 tokens: each chunk reads the whole head weight, and the backward pass adds to its whole gradient.
+    """
+    return max(_CHUNK_ROWS_MIN, _CHUNK_BYTES.get(device_type, _CHUNK_BYTES_ACCELERATOR) // (4 * vocab_size))
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,33 @@ def _unscaled_grad(grad: torch.Tensor, logits: torch.Tensor, spec: HeadSpec, tem
         grad.mul_(1.0 - (logits * (temperature / spec.softcap)).square_())
     factor = spec.scale / temperature
     return grad if factor == 1.0 else grad.mul_(factor)
+
+
+def _logit_grad(
+    z: torch.Tensor,
+    lse: torch.Tensor,
+    by_log_prob: tuple[torch.Tensor, torch.Tensor] | None,
+    by_entropy: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """Gradient by the logits ``z`` ``[C, V]`` of a chunk; ``z`` stays as it is.
+
+    Args:
+        by_log_prob: ids ``[C, K]`` and the gradients of their log-probs.
+        by_entropy: entropies ``[C, 1]`` and their gradients.
+    """
+    if by_entropy is None:
+        factor = 0.0 if by_log_prob is None else -by_log_prob[1].sum(-1, keepdim=True)
+        grad = (z - lse).exp_().mul_(factor)
+    else:
+        log_p = z - lse
+        p = log_p.exp()
+        grad = log_p.add_(by_entropy[0]).mul_(by_entropy[1])
+        if by_log_prob is not None:
+            grad.add_(by_log_prob[1].sum(-1, keepdim=True))
+        grad.mul_(p).neg_()
+    if by_log_prob is not None:
+        grad.scatter_add_(-1, by_log_prob[0], by_log_prob[1])
+    return grad
 
 
 class _TokenStats(torch.autograd.Function):
@@ -80,13 +111,17 @@ class _TokenStats(torch.autograd.Function):
                 c = slice(s, s + rows)
                 product = raw[c] if raw is not None else F.linear(hidden[c].to(head.dtype), w, b)
                 z = _scaled(product, head.spec, head.temperature)
-                lse[c] = z.logsumexp(-1)
+                if entropy is None:
+                    lse[c] = z.logsumexp(-1)
+                else:
+                    # H = lse - sum_v p_v z_v, from one exponential
+                    top = z.amax(-1, keepdim=True)
+                    e = (z - top).exp_()
+                    total = e.sum(-1)
+                    lse[c] = top[:, 0] + total.log()
+                    entropy[c] = lse[c] - torch.einsum("cv,cv->c", e, z) / total
                 if log_probs is not None and ids is not None:
                     log_probs[c] = z.gather(-1, ids[c]) - lse[c, None]
-                if entropy is not None:
-                    # H = lse - sum_v p_v z_v
-                    p = (z - lse[c, None]).exp_()
-                    entropy[c] = lse[c] - torch.einsum("cv,cv->c", p, z)
         ctx.save_for_backward(hidden, weight, bias, raw, ids, lse, entropy)
         ctx.head = head
         return log_probs, entropy
@@ -107,14 +142,12 @@ class _TokenStats(torch.autograd.Function):
             c = slice(s, s + rows)
             h = hidden[c].to(head.dtype)
             z = _scaled(raw[c] if raw is not None else F.linear(h, w, b), head.spec, head.temperature)
-            log_p = z - lse[c, None]
-            p = log_p.exp()
-            grad = torch.zeros_like(z)
-            if ids is not None and grad_log_probs is not None:
-                grad.addcmul_(p, grad_log_probs[c].sum(-1, keepdim=True), value=-1.0)
-                grad.scatter_add_(-1, ids[c], grad_log_probs[c])
-            if entropy is not None and grad_entropy is not None:
-                grad.addcmul_(p, log_p.add_(entropy[c, None]).mul_(grad_entropy[c, None]), value=-1.0)
+            grad = _logit_grad(
+                z,
+                lse[c, None],
+                None if ids is None or grad_log_probs is None else (ids[c], grad_log_probs[c]),
+                None if entropy is None or grad_entropy is None else (entropy[c, None], grad_entropy[c, None]),
+            )
             grad = _unscaled_grad(grad, z, head.spec, head.temperature)
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
