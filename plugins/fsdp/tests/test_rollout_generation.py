@@ -13,9 +13,18 @@ from rlctl.errors import EngineError
 from rlctl.generation import Completion, FinishReason, GenerateRequest, SamplingParams, ScoreRequest
 from rlctl_fsdp.static_cache import StaticCache
 
+
+@pytest.fixture(params=["joined", "shared"])
+def storage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to store prompts; which one is taken depends on their length, and these are short."""
+    monkeypatch.setattr(StaticCache, "share_from", 0 if request.param == "shared" else 1 << 30)
+    return request.param
+
+
 FAMILIES = {**dict.fromkeys(CONFIGS, "static"), "lfm2": "dynamic", "bloom": "dynamic", "openai-gpt": "recompute"}
 
 
+@pytest.mark.usefixtures("storage")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_log_probs_are_those_of_a_plain_forward_pass(name: str) -> None:
     module = make_model(name)
@@ -49,6 +58,7 @@ def test_a_row_does_not_see_its_batch(name: str, params: dict[str, Any]) -> None
             assert c.log_probs == pytest.approx(other.log_probs, abs=1e-5)
 
 
+@pytest.mark.usefixtures("storage")
 @pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2", "openai-gpt"])
 def test_rows_that_end_leave_the_others_as_they_were(name: str) -> None:
     engine, _ = attached(make_model(name), name)

@@ -17,7 +17,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rlctl_fsdp.static_cache import ATTENTION, STATE, StaticCache, UnsupportedAttentionError, register_attention
+from rlctl_fsdp.static_attention import ATTENTION, STATE, UnsupportedAttentionError, register_attention
+from rlctl_fsdp.static_cache import StaticCache
 
 
 class Runner(Protocol):

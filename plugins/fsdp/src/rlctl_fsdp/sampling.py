@@ -126,4 +126,5 @@ def _invert(x: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     share = ((u * total - (scan.gather(-1, block) - inside)) / inside).clamp_(0.0, _BELOW_ONE)
     scan = weights[torch.arange(rows, device=x.device), block[:, 0]].cumsum(-1, dtype=torch.float64)
     token = torch.searchsorted(scan, share * scan[:, -1:], right=True).clamp_(max=width - 1)
-    return block * width + token, total
+    # Only NaN could point beyond the vocabulary; its log-prob then says what is wrong.
+    return (block * width + token).clamp_(max=vocab - 1), total
