@@ -20,6 +20,8 @@ from fsdp_helpers import (
 from rlctl.batch import PackedBatch, pack, padding_like
 from rlctl.microbatch import MicroBatchPlan
 from rlctl.normalizer import item_weights
+from rlctl_fsdp.attention import packed_attention
+from rlctl_fsdp.layout import lay_out
 from rlctl_fsdp.reader import FullReader
 from rlctl_fsdp.segments import plan_segments
 
@@ -151,3 +153,44 @@ def test_many_random_groups() -> None:
         batch = pack({"input_ids": tokens, "loss_mask": masks})
         got, want = (e.infer_batch(batch, MicroBatchPlan(max_rows=99))["log_probs"] for e in (engine, alone))
         torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+
+
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device answers here")
+
+
+@on_cuda
+@pytest.mark.parametrize("window", [None, 6])
+def test_the_varlen_kernel_sees_the_shared_prompt(window) -> None:
+    """The flash kernel on gathered keys against exact attention in float64, gradients too."""
+    device = torch.device("cuda")
+    inputs = lay_out(_group_batch(), device, packed=True).inputs
+    boundaries = {k: v for k, v in inputs.items() if k not in ("input_ids", "position_ids", "use_cache")}
+    assert "key_index" in boundaries
+    tokens = inputs["input_ids"].shape[1]
+    shapes = [(1, 8, tokens, 64), (1, 2, tokens, 64), (1, 2, tokens, 64)]
+    exact = [torch.randn(s, device=device, dtype=torch.float64, requires_grad=True) for s in shapes]
+    fast = [t.detach().to(torch.bfloat16).requires_grad_() for t in exact]
+    module = torch.nn.Module()
+    outs = [packed_attention(module, *t, None, sliding_window=window, **boundaries)[0] for t in (exact, fast)]
+    assert float(((outs[1].double() - outs[0]).norm() / outs[0].norm()).detach()) < 1e-2
+    for out in outs:
+        (out * torch.linspace(-1, 1, out.shape[-1], device=device, dtype=out.dtype)).sum().backward()
+    for a, b in zip(fast, exact, strict=True):
+        assert float((a.grad.double() - b.grad).norm() / b.grad.norm()) < 2e-2
+
+
+@on_cuda
+def test_shared_prompts_in_bfloat16_on_cuda() -> None:
+    batch = _group_batch()
+    config = {**CONFIGS["qwen3"], "head_dim": 32, "hidden_size": 128}
+    found = []
+    for settings in ({}, {"share_prompts": False}, {"param_dtype": "float32"}):
+        engine = build_engine({"config": config, "tokenizer": "unused"}, device="cuda", **settings)
+        assert engine.info is not None
+        out = engine.train_batch(batch, nll, MicroBatchPlan(max_rows=8))
+        found.append((out.loss, out.step.grad_norm, engine.info.notes))
+    assert "varlen" in found[0][2]["attention"]
+    assert found[0][2]["shared_prompts"].startswith("equal to rows alone"), found[0][2]
+    for other in found[1:]:
+        assert found[0][0] == pytest.approx(other[0], rel=5e-3)
+        assert found[0][1] == pytest.approx(other[1], rel=3e-2)
