@@ -73,6 +73,18 @@ def test_rows_that_end_leave_the_others_as_they_were(name: str) -> None:
         assert c.finish_reason is (FinishReason.LENGTH if at is None else FinishReason.STOP)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2-window", "gemma2"])
+def test_both_ways_to_store_prompts_are_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for share_from in (0, 1 << 30):
+        monkeypatch.setattr(StaticCache, "share_from", share_from)
+        engine, _ = attached(make_model(name), name)
+        results.append(generate(engine, PROMPTS, n=5, max_tokens=14, stop_token_ids=(4, 5, 6, 7, 8, 9)))
+    for shared, joined in zip(*results, strict=True):
+        assert shared.token_ids == joined.token_ids
+        assert shared.log_probs == pytest.approx(joined.log_probs, abs=1e-5)
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt-neox"])
 def test_greedy_equals_transformers_generate(name: str) -> None:
     module = make_model(name).eval()
@@ -187,6 +199,12 @@ def test_scores_and_alternatives() -> None:
         ([[3, VOCAB]], {}, "does not know"),
         ([[3] * 60], {"max_tokens": 5}, "longer than the model's positions"),
         ([[3]], {"stop": ("x",)}, "tokenizer"),
+        ([[3]], {"n": 0}, "this n"),
+        ([[3]], {"max_tokens": 0}, "max_tokens"),
+        ([[3]], {"temperature": -0.5}, "temperature"),
+        ([[3]], {"temperature": float("nan")}, "temperature"),
+        ([[3]], {"top_p": 0.0}, "top_p"),
+        ([[3]], {"top_k": -1}, "top_k"),
     ],
 )
 def test_mistakes_have_a_message(prompts: list[list[int]], params: dict[str, Any], message: str) -> None:

@@ -230,6 +230,15 @@ class HFRollout:
 
     def _check(self, request: GenerateRequest, module: PreTrainedModel) -> None:
         params = request.params
+        for name, value, good, wanted in (
+            ("n", params.n, params.n >= 1, "at least 1"),
+            ("max_tokens", params.max_tokens, params.max_tokens >= 1, "at least 1"),
+            ("temperature", params.temperature, 0 <= params.temperature < float("inf"), "0 (greedy) or more"),
+            ("top_p", params.top_p, 0 < params.top_p <= 1, "more than 0, at most 1"),
+            ("top_k", params.top_k, params.top_k >= 0, "0 (off) or more"),
+        ):
+            if not good:
+                raise EngineError(f"cannot sample with this {name}", found=value, wanted=wanted)
         vocab = self._vocab(module)
         for i, prompt in enumerate(request.prompts):
             if not len(prompt):
