@@ -15,6 +15,7 @@ from fsdp_helpers import batch_of, build_engine, model_section, nll, ppo_like, r
 
 from rlctl.batch import PackedBatch, pack
 from rlctl.engine import Engine
+from rlctl.errors import RlctlError
 from rlctl.microbatch import MicroBatchPlan
 from rlctl.normalizer import item_weights
 from rlctl_fsdp import build, shard
@@ -67,12 +68,12 @@ def _train(engine: Engine, batch: PackedBatch, loss_fn: Any, calls: int) -> dict
     return {"loss": engine.reduce([loss])[0], "grad_norm": engine.optimizer_step().grad_norm}
 
 
-def run_case(case: dict[str, Any], rank: int, world: int, scratch: Path) -> dict[str, Any]:
+def run_case(case: dict[str, Any], rank: int, world: int, scratch: Path, device: str = "cpu") -> dict[str, Any]:
     """Three steps, then scores, an export, and a save that a second engine resumes from."""
     model = dict(case["model"]) if "model" in case else model_section(case["family"])
     if model.get("path"):
         model["path"] = str(scratch / "directory")
-    settings = dict(case.get("engine", {}))
+    settings = {"device": device, "param_dtype": "float32", **case.get("engine", {})}
     engine = build_engine(model, case.get("optim"), world, **settings)
     if case.get("chunked"):
         # No budget at all: every logit is computed again in the backward pass.
@@ -90,17 +91,17 @@ def run_case(case: dict[str, Any], rank: int, world: int, scratch: Path) -> dict
     mine = SPLITS[case["split"]][rank] if world > 1 else range(len(LENGTHS))
     batch = whole.select(list(mine))
     loss_fn = {"nll": nll, "ppo": ppo_like}[case.get("loss", "nll")]
-    before = {n: t.clone() for n, t in engine.export_weights()}
+    before = {n: t.cpu().clone() for n, t in engine.export_weights()}
     steps = [_train(engine, batch, loss_fn, case.get("calls", 1)) for _ in range(2)]
     scores = engine.infer_batch(batch, MicroBatchPlan(max_rows=2), ("log_probs", "entropy"))
     saved = scratch / f"state-{world}"
     engine.save_state(saved)
     steps.append(_train(engine, batch, loss_fn, case.get("calls", 1)))
-    weights = {n: t.clone() for n, t in engine.export_weights()}
+    weights = {n: t.cpu().clone() for n, t in engine.export_weights()}
     resumed = build_engine(model, case.get("optim"), world, **settings)
     resumed.load_state(saved)
     again = _train(resumed, batch, loss_fn, case.get("calls", 1))
-    same = all(torch.equal(weights[n], t) for n, t in resumed.export_weights())
+    same = all(torch.equal(weights[n], t.cpu()) for n, t in resumed.export_weights())
     return {
         "steps": steps,
         "scores": {k: batch.split_items(v) for k, v in scores.items()},
@@ -112,9 +113,9 @@ def run_case(case: dict[str, Any], rank: int, world: int, scratch: Path) -> dict
     }
 
 
-def _without_cures(world: int) -> dict[str, float]:
+def _without_cures(world: int, device: str) -> dict[str, float]:
     """The uneven case with FSDP's own gradient mean, as it is without :func:`rlctl_fsdp.shard.shard`'s setters."""
-    engine = build_engine(model_section("llama"), None, world)
+    engine = build_engine(model_section("llama"), None, world, device=device, param_dtype="float32")
     for module in shard.fsdp_modules(engine._pm.get_plugin("provider")._root):
         module.set_force_sum_reduction_for_comms(False)
         module.set_gradient_divide_factor(float(world))
@@ -122,10 +123,33 @@ def _without_cures(world: int) -> dict[str, float]:
     return _train(engine, batch, nll, 1)
 
 
-def main(scratch: Path) -> None:
+def _refusals(rank: int, device: str, scratch: Path) -> list[str]:
+    """What each rank says when only one of them has a reason: nobody may wait for the other."""
+    said = []
+    engine = build_engine(model_section("llama"), None, 2, device=device)
+    batch = batch_of(rows((5, 4)))
+    if rank == 1:
+        batch = batch.with_items(input_ids=batch.items["input_ids"] + 61)
+    # The file is only seen by rank 0, which alone reads weights.
+    lacking = {"path": str(scratch / "lacking")}
+    for call in (
+        lambda: engine.infer_batch(batch, MicroBatchPlan(max_rows=2)),
+        lambda: build_engine(lacking, None, 2, device=device),
+    ):
+        try:
+            call()
+        except RlctlError as error:
+            said.append(error.what)
+    return said
+
+
+def main(scratch: Path, device: str) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}[device]
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=60))
     results: dict[str, Any] = {}
     whole_models = 0
     build_whole = build.build_whole
@@ -144,8 +168,9 @@ def main(scratch: Path) -> None:
             if not (own / "directory").exists():
                 (own / "directory").symlink_to(scratch / "directory")
         dist.barrier()
-        results[name] = run_case(case, rank, 2, own)
-    results["without-cures"] = _without_cures(2)
+        results[name] = run_case(case, rank, 2, own, device)
+    results["without-cures"] = _without_cures(2, device)
+    results["refusals"] = _refusals(rank, device, scratch)
     results["whole-models"] = whole_models
     torch.save(results, scratch / f"rank{rank}.pt")
     dist.barrier()
@@ -153,4 +178,4 @@ def main(scratch: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

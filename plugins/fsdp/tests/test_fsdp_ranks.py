@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -24,13 +25,24 @@ def _free_port() -> int:
         return s.getsockname()[1]
 
 
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices answer here")
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=two_gpus)])
+def device(request) -> str:
+    """gloo on the CPU, and NCCL where there are two GPUs."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> tuple[list[dict[str, Any]], Path]:
+def ranks(tmp_path_factory, device) -> tuple[list[dict[str, Any]], Path]:
     """Every case on two ranks, in one process group."""
     scratch = tmp_path_factory.mktemp("ranks")
     torch.manual_seed(7)
     config = AutoConfig.for_model(**CONFIGS["llama-tied"])
     AutoModelForCausalLM.from_config(config).save_pretrained(scratch / "directory")
+    shutil.copytree(scratch / "directory", scratch / "lacking")
+    (scratch / "lacking" / "model.safetensors").unlink()
     here = Path(__file__).parent
     env = {
         **os.environ,
@@ -42,7 +54,7 @@ def ranks(tmp_path_factory) -> tuple[list[dict[str, Any]], Path]:
     }
     children = [
         subprocess.Popen(
-            [sys.executable, str(here / "fsdp_two_ranks.py"), str(scratch)],
+            [sys.executable, str(here / "fsdp_two_ranks.py"), str(scratch), device],
             env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -60,10 +72,10 @@ def ranks(tmp_path_factory) -> tuple[list[dict[str, Any]], Path]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_equal_one_process(ranks, name, tmp_path) -> None:
+def test_two_ranks_equal_one_process(ranks, device, name, tmp_path) -> None:
     results, scratch = ranks
     (tmp_path / "directory").symlink_to(scratch / "directory")
-    one = run_case(CASES[name], 0, 1, tmp_path)
+    one = run_case(CASES[name], 0, 1, tmp_path, device)
     loose = name == "bfloat16"
     tolerance = 3e-2 if loose else 2e-6
     assert one["wrap"] == "plain module"
@@ -92,9 +104,9 @@ def test_two_ranks_equal_one_process(ranks, name, tmp_path) -> None:
     assert any((one["weights"][k] != one["before"][k]).any() for k in one["weights"])
 
 
-def test_the_comparison_fails_without_the_cures(ranks, tmp_path) -> None:
+def test_the_comparison_fails_without_the_cures(ranks, device, tmp_path) -> None:
     results, _ = ranks
-    wanted = run_case(CASES["llama"], 0, 1, tmp_path)["steps"][0]
+    wanted = run_case(CASES["llama"], 0, 1, tmp_path, device)["steps"][0]
     plain = results[0]["without-cures"]
     assert plain["loss"] == pytest.approx(wanted["loss"], rel=1e-5), "the loss alone would not notice"
     assert plain["grad_norm"] == pytest.approx(wanted["grad_norm"] / 2, rel=1e-4), (
@@ -104,5 +116,13 @@ def test_the_comparison_fails_without_the_cures(ranks, tmp_path) -> None:
 
 def test_only_one_rank_ever_holds_a_whole_model(ranks) -> None:
     results, _ = ranks
-    assert results[0]["whole-models"] == 2 * len(CASES) + 1
+    assert results[0]["whole-models"] == 2 * len(CASES) + 3
     assert results[1]["whole-models"] == 0
+
+
+def test_when_one_rank_refuses_the_other_does_not_wait(ranks) -> None:
+    results, _ = ranks
+    assert results[0]["refusals"][0] == "another rank refused its rows"
+    assert results[1]["refusals"][0] == "a token id lies outside the model's vocabulary"
+    assert results[0]["refusals"][1].endswith("lacking cannot be loaded")
+    assert results[1]["refusals"][1] == "rank 0 could not build the model"

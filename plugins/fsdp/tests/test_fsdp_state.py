@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import shutil
@@ -281,6 +282,9 @@ def test_what_the_backend_lacks_is_refused_by_name(monkeypatch) -> None:
     with pytest.raises(EngineError, match="nothing launched them") as error:
         FSDPEngine().rlctl_build_mesh(Topology(world_size=2, dp_shard=2), {"device": "cpu"})
     assert "--nproc 2" in str(error.value)
+    if importlib.util.find_spec("torch_npu") is None:
+        with pytest.raises(CapabilityError, match="needs torch_npu"):
+            FSDPEngine().rlctl_build_mesh(Topology(), {"device": "npu"})
     if not torch.cuda.is_available():
         with pytest.raises(CapabilityError, match="no cuda device"):
             FSDPEngine().rlctl_build_mesh(Topology(), {"device": "cuda"})

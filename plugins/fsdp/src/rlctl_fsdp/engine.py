@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from rlctl.batch import PackedBatch
 from rlctl.engine import EngineInfo, MeshInfo, MicroOutput, StepOutput
-from rlctl.errors import EngineError
+from rlctl.errors import BatchError, EngineError
 from rlctl.hookspecs import hookimpl
 from rlctl.logits import LossFn
 from rlctl.topology import Topology
@@ -89,9 +89,9 @@ class FSDPEngine:
         if mesh is None:
             root = Root(build.build_whole(model, int(model.get("seed") or 0)))
             return root if device.type == "cpu" else root.to(device)
-        # Only rank 0 reads (or draws) weights, so the host holds them once; every rank starts from the empty structure.
-        source = build.build_whole(model, int(model.get("seed") or 0)) if dist.get_rank() == 0 else None
+        # Every rank starts from the empty structure; only rank 0 reads (or draws) weights, so the host holds them once.
         root = Root(build.build_empty(model))
+        source = shard.on_first_rank(lambda: build.build_whole(model, int(model.get("seed") or 0)))
         reduce = torch.float32 if self._config.reduce_dtype == "auto" else build.DTYPES[self._config.reduce_dtype]
         shard.shard(root, mesh, self._compute, reduce, self._config.reshard_after_forward)
         shard.materialize(root, source, device)
@@ -144,8 +144,7 @@ class FSDPEngine:
             raise EngineError(
                 "this engine was built to score only", found="forward_only=True at its start", wanted="an optimizer"
             )
-        for batch in micro_batches:
-            layout.check(batch, self._seen.vocab_size)
+        self._check(micro_batches)
         pieces = self._pieces(micro_batches)
         with phase("scoring" if forward_only else "forward"):
             self._host.model_in(root)
@@ -166,6 +165,21 @@ class FSDPEngine:
             self._reshard()
             self._host.rest(root, None)
         return [to_micro_output(merge(b, parts)) for b, parts in zip(micro_batches, collected, strict=True)]
+
+    def _check(self, micro_batches: Sequence[PackedBatch]) -> None:
+        """Refuse bad rows on every rank, so that none waits in a collective for one that stopped."""
+        problem: BatchError | None = None
+        try:
+            for batch in micro_batches:
+                layout.check(batch, self._seen.vocab_size)
+        except BatchError as error:
+            problem = error
+        if self._mesh.dp_size > 1:
+            worst = place.reduce_values([float(problem is not None)], "max", self._place.device)[0]
+            if worst and problem is None:
+                raise BatchError("another rank refused its rows", found="see that rank's own message")
+        if problem is not None:
+            raise problem
 
     def _run(self, root: Root, batch: PackedBatch, loss_fn: LossFn, forward_only: bool) -> Any:
         device = self._place.device
@@ -237,7 +251,14 @@ class FSDPEngine:
         self._reshard()
         with phase("export"):
             self._host.model_in(root)
-        yield from export_weights(root.model, dtype)
+        iterator = export_weights(root.model, dtype)
+        while True:
+            # Around each step of the iterator, not around the yield: the consumer's failures are its own.
+            with phase("export"):
+                item = next(iterator, None)
+            if item is None:
+                break
+            yield item
         self._host.rest(root, None)
 
     @hookimpl

@@ -73,7 +73,6 @@ def lay_out(batch: PackedBatch, device: torch.device, *, packed: bool, lean: boo
         assert set(batch.lengths) == {length}, "rows of one length make a batch without padding"
         inputs = {
             "input_ids": ids.view(-1, length).to(device, non_blocking=True),
-            "position_ids": torch.arange(length).expand(batch.num_rows, -1).to(device, non_blocking=True),
             "use_cache": False,
         }
         return Layout(inputs, positions.to(device), (positions - 1).to(device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -67,19 +68,20 @@ def settle(topology: Topology, settings: Mapping[str, Any]) -> tuple[MeshInfo, P
 
 
 def _device(name: str, world: int) -> torch.device:
-    wanted = torch.device(name)
-    if wanted.type == "cpu":
+    kind = name.partition(":")[0]
+    if kind == "cpu":
         return torch.device("cpu")
-    if wanted.type == "npu":
-        # The device type only exists once Ascend's adapter has registered it.
-        import importlib
-
+    if kind == "npu":
+        # torch has no such device type until Ascend's adapter has registered it.
         try:
             importlib.import_module("torch_npu")
         except ImportError as error:
             raise CapabilityError(
                 "device npu needs torch_npu", found=str(error), next="pip install torch_npu"
             ) from error
+    if kind not in _COLLECTIVES:
+        raise CapabilityError("fsdp2 knows no such device", found=name, wanted=", ".join(_COLLECTIVES))
+    wanted = torch.device(name)
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if found is None or found.type != wanted.type:
         raise CapabilityError(

@@ -6,7 +6,7 @@ would be off by the number of ranks. FSDP's setters do not recurse, so every FSD
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from rlctl.errors import EngineError
+from rlctl.errors import EngineError, RlctlError
 from rlctl_fsdp.module import Root
 
 
@@ -61,6 +61,27 @@ def _shared(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
         for name, parameter in module.named_parameters(recurse=False):
             places.setdefault(id(parameter), []).append((module, name))
     return [p for p in places.values() if len(p) > 1]
+
+
+def on_first_rank(build: Callable[[], PreTrainedModel]) -> PreTrainedModel | None:
+    """What ``build`` makes on rank 0, None elsewhere.
+
+    Raises:
+        RlctlError: on every rank when it fails on rank 0; the others would wait for its weights.
+    """
+    source, problem = None, None
+    if dist.get_rank() == 0:
+        try:
+            source = build()
+        except RlctlError as error:
+            problem = error
+    word: list[str | None] = [None if problem is None else problem.what]
+    dist.broadcast_object_list(word, src=0)
+    if problem is not None:
+        raise problem
+    if word[0] is not None:
+        raise EngineError("rank 0 could not build the model", found=word[0], next="see rank 0's own message")
+    return source
 
 
 def materialize(root: Root, source: PreTrainedModel | None, device: torch.device) -> None:
