@@ -10,9 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlctl.batch import load_batch
 from rlctl.config.load import load_config
 from rlctl.errors import CheckpointError, GuardError
 from rlctl.plugins import load_plugins
+from rlctl.rundir import RunDirectory
 from rlctl.tracking.reporter import NullReporter
 from rlctl.trainers.run import Runner, RunResult
 
@@ -171,10 +173,49 @@ def test_resume_continues_as_an_unbroken_run_would(tmp_path):
     assert [m["training/global_step"] for m in lines(resumed.path / "metrics.jsonl")] == [0, 1, 2, 3]
 
 
-def test_resuming_a_finished_run_says_that_nothing_is_left(tmp_path):
+def test_resuming_a_finished_run_says_that_nothing_is_left_and_touches_nothing(tmp_path):
     done = train(tmp_path, "trainer.total_training_steps=1")
+    before = {p: p.read_bytes() for p in done.path.rglob("*") if p.is_file()}
     with pytest.raises(CheckpointError, match="nothing is left"):
         train(tmp_path, "trainer.total_training_steps=1", resume=done.path)
+    assert {p: p.read_bytes() for p in done.path.rglob("*") if p.is_file()} == before
+    assert json.loads((done.path / "manifest.json").read_text())["status"] == "done"
+
+
+def test_a_resume_with_other_settings_is_what_the_next_resume_goes_on_with(tmp_path):
+    first = train(tmp_path, "trainer.total_training_steps=1")
+    train(tmp_path, "trainer.total_training_steps=2", resume=first.path)
+    assert "total_training_steps: 2" in (first.path / "config.yaml").read_text()
+    assert "total_training_steps: 1" in (first.path / "config.yaml.bak-1").read_text()
+
+
+def test_a_directory_in_which_another_process_trains_is_refused(tmp_path):
+    done = train(tmp_path, "trainer.total_training_steps=1")
+    with RunDirectory.open(done.path).lock(), pytest.raises(CheckpointError, match="another process"):
+        train(tmp_path, "trainer.total_training_steps=2", resume=done.path)
+    assert json.loads((done.path / "manifest.json").read_text())["status"] == "done"
+
+
+def test_weights_that_break_stop_the_run_with_a_dump_that_loads(tmp_path):
+    with pytest.raises(GuardError, match="not finite"):
+        train(tmp_path, "actor.optim.lr=1e30", "trainer.save_freq=1", "trainer.total_training_steps=9")
+    run = tmp_path / "run"
+    dump = load_batch(str(next(run.glob("nonfinite_step_*.safetensors"))))
+    assert {"input_ids", "loss_mask", "advantages", "item_weight"} <= set(dump.items)
+    # The first update is what broke the weights; what came after it was skipped and must not push its checkpoint out.
+    assert [p.name for p in sorted((run / "checkpoints").iterdir())] == ["step_00000001"]
+    assert json.loads((run / "manifest.json").read_text())["status"] == "failed"
+
+
+def test_a_loss_that_is_no_number_is_never_the_best_and_sft_dumps_too(tmp_path):
+    with pytest.raises(GuardError, match="not finite"):
+        train(
+            tmp_path, "trainer.type=sft", "warm_start=null", "actor.optim.lr=1e39", "trainer.test_freq=1",
+            "trainer.save_freq=1", "trainer.total_training_steps=9",
+        )  # fmt: skip
+    run = tmp_path / "run"
+    assert not (run / "best").exists()
+    assert load_batch(str(next(run.glob("nonfinite_step_*.safetensors")))).num_rows == 4
 
 
 def test_a_rollout_that_disagrees_with_the_trainer_stops_the_run(tmp_path, monkeypatch):

@@ -50,6 +50,11 @@ def test_a_name_cannot_leave_the_root(tmp_path: Path) -> None:
     assert run.path.parent == (tmp_path / "runs").resolve()
 
 
+def test_a_directory_that_was_named_exactly_keeps_its_name(tmp_path: Path) -> None:
+    for name in ("ü–run 1", ".hidden", "a+b"):
+        assert RunDirectory.create(tmp_path, name, "", {}, exact=True).path == (tmp_path / name).resolve()
+
+
 def test_default_root_honours_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLCTL_RUNS_DIR", str(tmp_path / "elsewhere"))
     assert RunDirectory.create(None, "r", "", {}).path.parent == (tmp_path / "elsewhere").resolve()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from typing import Any
 
@@ -76,7 +77,7 @@ def cli(ctx: click.Context, no_plugins: bool, debug: bool) -> None:
 
 
 def main(argv: list[str] | None = None) -> Any:
-    """Run the command line. Exit codes: 0 done, 1 failed, 2 usage, 130 interrupted."""
+    """Run the command line. Exit codes: 0 done, 1 failed, 2 usage, 128 + n ended by signal n (130: Ctrl-C)."""
     debug = "--debug" in (argv if argv is not None else sys.argv) or os.environ.get("RLCTL_DEBUG")
     try:
         code = cli.main(args=argv, prog_name="rlctl", standalone_mode=False)
@@ -86,9 +87,11 @@ def main(argv: list[str] | None = None) -> Any:
     except click.ClickException as error:
         error.show()
         sys.exit(2 if isinstance(error, click.UsageError) else error.exit_code)
-    except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted", err=True)
-        sys.exit(130)
+    except (KeyboardInterrupt, click.Abort) as error:
+        # click makes an Abort of a KeyboardInterrupt; the signal's number is with the first one.
+        signum = getattr(error, "signum", None) or getattr(error.__cause__, "signum", None) or signal.SIGINT
+        click.echo(f"interrupted ({signal.Signals(signum).name})", err=True)
+        sys.exit(128 + signum)
     except BrokenPipeError:
         # The reader of a pipe has gone (`rlctl runs list | head`): not an error, and no message on the way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -6,7 +6,6 @@ of every file, and only then renamed to ``step_XXXXXXXX``. Imports no torch: the
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import re
@@ -216,9 +215,5 @@ def _together(engine: Engine, part: Callable[[], None], step: int, beside: Path 
 
 
 def _remedy(error: BaseException) -> str:
-    number = getattr(error, "errno", None)
-    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space left" in str(error):
-        return "free disk space (df -h), or lower trainer.max_ckpt_to_keep, then resume"
-    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "make the run directory writable, then resume"
-    return "see the cause above; rlctl --debug shows where"
+    cause = files.disk_fault(error)
+    return f"{cause}, then resume" if cause else "see the cause above; rlctl --debug shows where"

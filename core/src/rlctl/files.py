@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -156,6 +157,16 @@ def publish_directory(beside: Path, target: Path) -> None:
     sync_directory(target.parent)
     if old is not None:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def disk_fault(error: BaseException) -> str | None:
+    """What mends an error that says that a disk is full or may not be written; None for any other error."""
+    number = getattr(error, "errno", None)
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space left" in str(error):
+        return "free disk space (df -h), or lower trainer.max_ckpt_to_keep"
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "make the run directory writable"
+    return "check the disk (dmesg)" if number in (errno.EIO, errno.ESTALE) else None
 
 
 def _raw_lines(path: Path, start: int = 0) -> Iterator[bytes]:

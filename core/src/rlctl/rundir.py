@@ -11,11 +11,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +49,19 @@ class RunDirectory:
 
         Args:
             root: parent directory; None takes :func:`default_root`.
-            name: recipe or experiment name.
+            name: recipe or experiment name; with ``exact`` the directory's own name.
             resolved_yaml: text of ``config.yaml``.
             manifest: what :func:`rlctl.manifest.build_manifest` returns; ``status`` becomes ``running``.
-            exact: take ``name`` as it is; else ``-YYYYmmdd-HHMMSS`` (local time) is appended. Either way a name that
-                is taken gets ``-2``, ``-3`` and so on.
+            exact: take ``name`` as it is; else what no file name should hold becomes ``-``, and ``-YYYYmmdd-HHMMSS``
+                (local time) is appended. Either way a name that is taken gets ``-2``, ``-3`` and so on.
 
         Raises:
             CheckpointError: the directory cannot be made or written.
         """
         root = default_root() if root is None else Path(root).expanduser()
-        safe = "".join(c if c.isalnum() or c in "._-" else "-" for c in name).strip(".-") or "run"
+        safe = "run" if name in ("", ".", "..") else name.replace(os.sep, "-")
         if not exact:
+            safe = "".join(c if c.isalnum() or c in "._-" else "-" for c in name).strip(".-") or "run"
             safe += time.strftime("-%Y%m%d-%H%M%S")
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -181,19 +184,50 @@ class RunDirectory:
         """Append rollouts to ``samples.jsonl`` (see the module's head for their keys)."""
         files.append_lines(self.samples_path, samples)
 
-    def rewind(self, step: int) -> list[Path]:
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Held while a process trains in this directory.
+
+        Raises:
+            CheckpointError: another process does already.
+        """
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                process = self.manifest().get("process")
+                raise CheckpointError(
+                    f"another process trains in {self.path}",
+                    found=f"process {process.get('pid')}" if isinstance(process, dict) else None,
+                    wanted="one process a run directory",
+                    next="wait for it or end it, then resume; or take another --run-dir",
+                ) from None
+            except OSError:
+                pass  # a file system without locks
+            yield
+        finally:
+            os.close(handle)
+
+    def rewind(self, step: int, resolved_yaml: str | None = None) -> list[Path]:
         """Prepare a resume at ``step``: what later steps left is renamed to ``*.bak-<n>``, never deleted.
 
         Touches metrics, samples and checkpoints past ``step`` and marks the run as running again.
+
+        Args:
+            step: the last step that stays.
+            resolved_yaml: the configuration from here on; where it differs, ``config.yaml`` becomes it.
 
         Returns:
             The files and directories that hold what was moved.
         """
         manifest = self.manifest()
+        kept = _keep_config(self.config_path, resolved_yaml)
         before = manifest.get("duration_s")
         if before is None:  # its process died: it worked until the last line that it wrote
             before = self.worked_s(last_values(self.metrics_path).get(TIME, time.time()))
         moved = [
+            kept,
             files.move_lines_after(self.metrics_path, STEP, step),
             files.move_lines_after(self.samples_path, "step", step),
         ]
@@ -231,3 +265,15 @@ def _make_unique(path: Path) -> Path:
             n += 1
         else:
             return candidate
+
+
+def _keep_config(path: Path, text: str | None) -> Path | None:
+    """Replace ``config.yaml`` by ``text`` where they differ. Returns where the old one is kept."""
+    if text is None or (path.is_file() and path.read_text(encoding="utf-8") == text):
+        return None
+    old: Path | None = None
+    if path.is_file():
+        old = files.free_name(path, ".bak-", 1)
+        os.rename(path, old)
+    files.write_text(path, text)
+    return old

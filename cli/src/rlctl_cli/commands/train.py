@@ -24,7 +24,11 @@ import click
 @click.option(
     "--resume", metavar="RUN", help="Continue a run (path, name, unique prefix, or last) from its last checkpoint."
 )
-@click.option("--dry-run", is_flag=True, help="Resolve and check everything, then stop before the model is loaded.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Resolve and check the configuration, then stop. rlctl data check also reads the rows.",
+)
 @click.option("-q", "--quiet", is_flag=True, help="No progress, only the result.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object on stdout.")
 def train(
@@ -95,12 +99,14 @@ def train(
     reporter = make_reporter(quiet=quiet or as_json)
     import faulthandler
 
+    from rlctl.interrupts import stop_signals
     from rlctl.trainers.run import Runner
 
     # A backend that crashes the process in native code then at least shows where.
     faulthandler.enable()
-    runner = Runner(resolved, plugins, reporter, run_dir=run_dir, resume=resume_path)
-    result = runner.execute()
+    with stop_signals():
+        runner = Runner(resolved, plugins, reporter, run_dir=run_dir, resume=resume_path)
+        result = runner.execute()
     from rlctl_cli.summary import print_summary, summary
 
     if as_json:

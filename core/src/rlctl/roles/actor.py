@@ -12,9 +12,9 @@ from rlctl.algorithms.losses import PolicyLoss
 from rlctl.batch import PackedBatch, padding_like
 from rlctl.config.schema import ActorConfig
 from rlctl.engine import Engine
-from rlctl.errors import GuardError
 from rlctl.microbatch import MicroBatchPlan
 from rlctl.normalizer import item_weights
+from rlctl.roles.budget import SkipBudget
 
 
 @dataclass
@@ -26,7 +26,7 @@ class ActorRole:
         config: the ``actor`` section.
         plan: bounds of one micro-batch.
         norm_length: constant length of ``seq-mean-token-sum-norm``.
-        nonfinite_budget: skipped steps in a row after which the run stops.
+        budget: skipped steps in a row that are borne.
         check_rollout: compare rollout and trainer probabilities on the first mini-batch after each sync.
     """
 
@@ -34,9 +34,8 @@ class ActorRole:
     config: ActorConfig
     plan: MicroBatchPlan
     norm_length: int
-    nonfinite_budget: int = 3
+    budget: SkipBudget
     check_rollout: bool = True
-    skipped_in_a_row: int = 0
 
     def score(self, batch: PackedBatch, *, entropy: bool = False) -> dict[str, torch.Tensor]:
         """Log-probs (and entropy) of the batch's own tokens, ``[N]`` each."""
@@ -58,7 +57,7 @@ class ActorRole:
             Metrics by the field's names, averaged over the steps (maxima for ``*_max``).
 
         Raises:
-            GuardError: too many non-finite steps in a row; the weights are those before them.
+            NonFiniteStepsError: too many non-finite steps in a row; the weights are those before them.
         """
         steps: list[dict[str, float]] = []
         for epoch in range(self.config.ppo_epochs):
@@ -102,23 +101,8 @@ class ActorRole:
             "actor/skipped_steps": float(out.step.skipped),
             "actor/num_micro_batches": float(out.num_micro_batches),
         }
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if out.step.skipped else 0
-        if self.skipped_in_a_row > self.nonfinite_budget:
-            raise NonFiniteStepsError(self.skipped_in_a_row, out.step.grad_norm, mini)
+        self.budget.note(out.step, mini)
         return metrics
-
-
-class NonFiniteStepsError(GuardError):
-    """Too many optimizer steps in a row had a non-finite gradient; ``batch`` is the last one, for a dump."""
-
-    def __init__(self, count: int, grad_norm: float, batch: PackedBatch) -> None:
-        super().__init__(
-            f"{count} optimizer steps in a row had a gradient that is not finite",
-            found=f"grad norm {grad_norm}",
-            wanted="finite gradients; the weights are those before these steps",
-            next="lower actor.optim.lr, or look at the dumped batch; guards.nonfinite_step_budget sets the limit",
-        )
-        self.batch = batch
 
 
 def _average(steps: list[dict[str, float]]) -> dict[str, float]:

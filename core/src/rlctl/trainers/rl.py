@@ -18,6 +18,7 @@ from rlctl.data.rows import Row
 from rlctl.data.sampler import BatchSampler
 from rlctl.errors import GuardError
 from rlctl.roles.actor import ActorRole
+from rlctl.roles.budget import SkipBudget
 from rlctl.roles.reference import ReferenceRole
 from rlctl.roles.rollout import RolloutRole
 from rlctl.trainers.evaluation import ScoredRollout, length_metrics, score_completions, validate
@@ -62,6 +63,10 @@ class RLTrainer:
     train_rows: Sequence[Row]
     val_rows: Sequence[Row]
     checked_all_rows: bool = False
+
+    @property
+    def budget(self) -> SkipBudget:
+        return self.actor.budget
 
     # ---- one step ---------------------------------------------------------------------------------------------
     def step(self, step: int) -> tuple[dict[str, float], ScoredRollout]:
@@ -212,11 +217,16 @@ class RLTrainer:
         return metrics | {"timing_s/testing": time.perf_counter() - start}, parts
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sampler": self.sampler.state_dict(), "rollout_version": self.rollout.version}
+        return {
+            "sampler": self.sampler.state_dict(),
+            "rollout_version": self.rollout.version,
+            "skipped_in_a_row": self.budget.in_a_row,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.sampler.load_state_dict(state["sampler"])
         self.rollout.version = int(state["rollout_version"])
+        self.budget.in_a_row = int(state.get("skipped_in_a_row", 0))
 
 
 def _component_means(rollout: ScoredRollout) -> dict[str, float]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
+from rlctl import files
 from rlctl.batch import save_batch
-from rlctl.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from rlctl.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
 from rlctl.config.load import ResolvedConfig
 from rlctl.data.lengths import fit_rows
 from rlctl.data.prompts import PromptEncoder
@@ -20,9 +25,11 @@ from rlctl.data.tokenizer import load_tokenizer
 from rlctl.engine import Engine
 from rlctl.errors import CheckpointError, RlctlError
 from rlctl.export import write_hf_directory
+from rlctl.interrupts import shielded
 from rlctl.manifest import build_manifest
 from rlctl.plugins import PluginSet
-from rlctl.roles.actor import ActorRole, NonFiniteStepsError
+from rlctl.roles.actor import ActorRole
+from rlctl.roles.budget import NonFiniteStepsError, SkipBudget
 from rlctl.roles.reference import ReferenceRole
 from rlctl.roles.rollout import RolloutRole
 from rlctl.rundir import RunDirectory
@@ -66,6 +73,8 @@ class Runner:
         self.plugins = plugins
         self.run = self._open_run(run_dir, resume)
         self.resuming = resume is not None
+        self.begun = not self.resuming
+        self.checkpoint: Checkpoint | None = None
         reporter.message(f"run directory {self.run.path}")
         self.engines: dict[str, Engine] = {}
         self.closing = ExitStack()
@@ -101,13 +110,15 @@ class Runner:
         sampler = BatchSampler(len(train_rows), config.data.train_batch_size, config.data.shuffle, config.trainer.seed)
         self.tokenizer, self.model = tokenizer, model
         self.total_steps = setup.schedule_length(config, len(train_rows))
+        self.checkpoint = self._find_checkpoint() if self.resuming else None
         longest = config.data.max_prompt_length + config.data.max_response_length
         plan = setup.token_plan(config.actor, config)
         if sft:
             optim = setup.with_schedule(config.actor.optim, self.total_steps)
             engine = setup.build_train_engine(context, config.actor, model, name="actor", optim=optim)
             self.engines["actor"] = engine
-            return SFTTrainer(context, engine, plan, encoder, sampler, train_rows, val_rows, longest)
+            budget = SkipBudget(config.guards.nonfinite_step_budget)
+            return SFTTrainer(context, engine, plan, encoder, sampler, train_rows, val_rows, longest, budget)
         scorer = build_reward(config.reward, self.plugins, self.resolved.base_dir)
         self.closing.callback(scorer.close)
         if config.warm_start is not None:
@@ -146,7 +157,7 @@ class Runner:
             config.actor,
             plan,
             config.data.max_response_length,
-            guards.nonfinite_step_budget,
+            SkipBudget(guards.nonfinite_step_budget),
             check_rollout=guards.rollout_logprob_check and comparable,
         )
         rollout_role = RolloutRole(
@@ -160,41 +171,66 @@ class Runner:
 
     # ---- the run ----------------------------------------------------------------------------------------------
     def execute(self) -> RunResult:
-        """Run to the end. Whatever ends it, the run directory says so (done, failed, interrupted)."""
+        """Run to the end. Whatever ends it, the run directory says so (done, failed, interrupted).
+
+        A resume that is refused before it has changed anything leaves the directory as it was.
+
+        Raises:
+            CheckpointError: another process trains in this directory, nothing is left to train, or the directory cannot
+                be written.
+        """
         result = RunResult(self.run.path, 0)
         try:
+            self.closing.enter_context(self.run.lock())
             trainer = self._build()
-            self.run.update_manifest(
-                engines=setup.describe_engines(self.engines), total_training_steps=self.total_steps
-            )
             self._loop(trainer, result)
-        except KeyboardInterrupt:
-            self.run.finish("interrupted", last_step=result.steps)
-            raise
-        except NonFiniteStepsError as error:
-            save_batch(error.batch, str(self.run.path / f"nonfinite_step_{result.steps + 1}.safetensors"))
-            self.run.finish("failed", error=str(error), last_step=result.steps)
-            raise
         except BaseException as error:
-            # Recorded and raised again: the run directory must not claim to be running for ever.
-            text = str(error) if isinstance(error, RlctlError) else f"{type(error).__name__}: {error}"
-            self.run.finish("failed", error=text, last_step=result.steps)
+            with shielded():
+                self._record(error, result)
+            if (fault := self._directory_fault(error)) is not None:
+                raise fault from error
             raise
         finally:
-            for engine in self.engines.values():
-                engine.shutdown()
-            self.closing.close()
-            self.reporter.close()
+            with shielded():
+                for engine in self.engines.values():
+                    engine.shutdown()
+                self.closing.close()
+                self.reporter.close()
         return result
+
+    def _directory_fault(self, error: BaseException) -> CheckpointError | None:
+        """The error to show for one that comes from the disk under the run directory; None for any other."""
+        if not isinstance(error, (OSError, SafetensorError)):
+            return None
+        path = self.run.path
+        what, cause = f"the run directory {path} cannot be written", files.disk_fault(error)
+        if not path.is_dir():
+            what, cause = f"the run directory {path} was removed while the run went on", "start a new run"
+        elif cause is None or not str(getattr(error, "filename", None) or path).startswith(str(path)):
+            return None
+        elif latest_checkpoint(path, deep=False, notice=lambda text: None) is not None:
+            cause += f", then rlctl train --resume {shlex.quote(str(path))}"
+        return CheckpointError(what, found=str(error), next=cause)
+
+    def _record(self, error: BaseException, result: RunResult) -> None:
+        """Write down how the run ended: it must not claim to be running for ever."""
+        if not self.begun:
+            return
+        try:
+            if isinstance(error, NonFiniteStepsError):
+                save_batch(error.batch, str(self.run.path / f"nonfinite_step_{result.steps + 1}.safetensors"))
+            if isinstance(error, KeyboardInterrupt):
+                self.run.finish("interrupted", last_step=result.steps)
+            else:
+                text = str(error) if isinstance(error, RlctlError) else f"{type(error).__name__}: {error}"
+                self.run.finish("failed", error=text, last_step=result.steps)
+        except (OSError, SafetensorError, CheckpointError) as second:  # a full disk; the first error is the one to show
+            self.reporter.message(f"how the run ended could not be written: {second}")
 
     def _loop(self, trainer: RLTrainer | SFTTrainer, result: RunResult) -> None:
         cfg = self.config.trainer
-        start = self._resume(trainer) if self.resuming else 0
-        if start >= self.total_steps:
-            raise CheckpointError(
-                f"nothing is left to train: the run stands at step {start} of {self.total_steps}",
-                next="raise trainer.total_training_steps, or start a new run",
-            )
+        start = result.steps = self._resume(trainer) if self.resuming else 0
+        self.run.update_manifest(engines=setup.describe_engines(self.engines), total_training_steps=self.total_steps)
         plain = self.config.model_dump(mode="json")
         resume_step = start if self.resuming else None
         tracker = build_tracker(
@@ -215,7 +251,8 @@ class Runner:
                 result.history.append(metrics)
                 tracker.log(metrics, step)
                 self.reporter.step(step, self.total_steps, metrics)
-                if last or (cfg.save_freq and step % cfg.save_freq == 0):
+                # A skipped step may mean broken weights: they must not push the last good checkpoint out.
+                if last or (cfg.save_freq and step % cfg.save_freq == 0 and trainer.budget.in_a_row == 0):
                     self._save(trainer, step)
             with self.reporter.phase("saving", None):
                 self._export(self.run.export)
@@ -243,7 +280,8 @@ class Runner:
             self.run.write_samples(parts[0].samples(step, "val", limit, trainer.encoder))
             score = metrics["val/score/mean"]
         result.validation.append((step, metrics))
-        if step > 0 and self.config.trainer.save_best and (self.best is None or score > self.best[0]):
+        better = math.isfinite(score) and (self.best is None or score > self.best[0])
+        if step > 0 and self.config.trainer.save_best and better:
             self.best = (score, step)
             self._export(self.run.best)
             self.run.update_manifest(best={"step": step, **metrics})
@@ -263,15 +301,31 @@ class Runner:
         with self.reporter.phase("saving", None):
             save_checkpoint(self.run, step, self.engines["actor"], state, self.config.trainer.max_ckpt_to_keep)
 
-    def _resume(self, trainer: RLTrainer | SFTTrainer) -> int:
+    def _find_checkpoint(self) -> Checkpoint | None:
+        """The checkpoint to go on from, looked for before anything is built or changed.
+
+        Raises:
+            CheckpointError: no step is left after it.
+        """
         checkpoint = latest_checkpoint(self.run.path, notice=self.reporter.message)
-        if checkpoint is None:
+        if checkpoint is not None and checkpoint.step >= self.total_steps:
+            raise CheckpointError(
+                f"nothing is left to train: the run stands at step {checkpoint.step} of {self.total_steps}",
+                next="raise trainer.total_training_steps, or start a new run",
+            )
+        return checkpoint
+
+    def _resume(self, trainer: RLTrainer | SFTTrainer) -> int:
+        """Load the checkpoint, and take the directory back to its step. Returns the step."""
+        step = 0
+        if self.checkpoint is None:
             self.reporter.message(f"no complete checkpoint in {self.run.path}: starting from step 0")
-            self.run.rewind(0)
-            return 0
-        state: Mapping[str, Any] = load_checkpoint(checkpoint, self.engines["actor"])
-        trainer.load_state_dict(dict(state["trainer"]))
-        self.best = (float(state["best"][0]), int(state["best"][1])) if state.get("best") else None
-        self.reporter.message(f"resumed from step {state['step']}")
-        self.run.rewind(int(state["step"]))
-        return int(state["step"])
+        else:
+            state: Mapping[str, Any] = load_checkpoint(self.checkpoint, self.engines["actor"])
+            trainer.load_state_dict(dict(state["trainer"]))
+            self.best = (float(state["best"][0]), int(state["best"][1])) if state.get("best") else None
+            step = int(state["step"])
+            self.reporter.message(f"resumed from step {step}")
+        self.begun = True
+        self.run.rewind(step, self.resolved.to_yaml())
+        return step

@@ -15,8 +15,9 @@ from rlctl.data.prompts import PromptEncoder
 from rlctl.data.rows import Row
 from rlctl.data.sampler import BatchSampler
 from rlctl.engine import Engine
-from rlctl.errors import DataError, GuardError
+from rlctl.errors import DataError
 from rlctl.microbatch import MicroBatchPlan
+from rlctl.roles.budget import SkipBudget
 from rlctl.trainers.setup import Context, memory_metrics
 
 
@@ -35,7 +36,7 @@ class SFTTrainer:
     train_rows: Sequence[Row]
     val_rows: Sequence[Row]
     max_length: int
-    skipped_in_a_row: int = 0
+    budget: SkipBudget
 
     def pack(self, rows: Sequence[Row]) -> PackedBatch:
         """``input_ids`` and ``loss_mask`` (True on response tokens) of the rows that fit ``max_length``.
@@ -65,7 +66,7 @@ class SFTTrainer:
         """One optimizer step; ``step`` counts from 1.
 
         Raises:
-            GuardError: too many non-finite steps in a row.
+            NonFiniteStepsError: too many non-finite steps in a row.
         """
         start = time.perf_counter()
         batch = self.pack([self.train_rows[i] for i in self.sampler.next()])
@@ -74,14 +75,7 @@ class SFTTrainer:
             batch, CrossEntropyLoss(), self.plan, config.actor.loss_agg_mode, config.data.max_response_length
         )
         elapsed = time.perf_counter() - start
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if out.step.skipped else 0
-        if self.skipped_in_a_row > self.context.config.guards.nonfinite_step_budget:
-            raise GuardError(
-                f"{self.skipped_in_a_row} optimizer steps in a row had a gradient that is not finite",
-                found=f"grad norm {out.step.grad_norm}",
-                wanted="finite gradients; the weights are those before these steps",
-                next="lower actor.optim.lr",
-            )
+        self.budget.note(out.step, batch)
         return {
             "training/global_step": float(step),
             "training/epoch": float(self.sampler.epoch),
@@ -112,7 +106,8 @@ class SFTTrainer:
         return {"val/loss": total / max(tokens, 1), "timing_s/testing": time.perf_counter() - start}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sampler": self.sampler.state_dict()}
+        return {"sampler": self.sampler.state_dict(), "skipped_in_a_row": self.budget.in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.sampler.load_state_dict(state["sampler"])
+        self.budget.in_a_row = int(state.get("skipped_in_a_row", 0))

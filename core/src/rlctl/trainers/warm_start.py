@@ -13,6 +13,7 @@ from rlctl.data.rewards import RewardScorer
 from rlctl.data.rows import Row
 from rlctl.data.sampler import BatchSampler
 from rlctl.export import write_hf_directory
+from rlctl.roles.budget import SkipBudget
 from rlctl.roles.rollout import RolloutRole
 from rlctl.trainers.evaluation import score_completions
 from rlctl.trainers.setup import Context, build_rollout_engine, build_train_engine, token_plan, with_schedule
@@ -52,6 +53,7 @@ def warm_start(
         train_rows,
         val_rows,
         config.data.max_prompt_length + config.data.max_response_length,
+        SkipBudget(config.guards.nonfinite_step_budget, "warm_start.optim.lr"),
     )
     rollout: RolloutRole | None = None
     if settings.stop_at_score is not None:

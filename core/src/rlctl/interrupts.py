@@ -1,0 +1,71 @@
+"""Signals that end a run: Ctrl-C, a scheduler's SIGTERM, a closed terminal. Each ends it as a ``KeyboardInterrupt``."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PATIENCE = 2
+"""Signals that a shielded section overhears; the next one ends the process at once."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A stop signal arrived.
+
+    Args:
+        signum: its number; a shell reports the exit code ``128 + signum``.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+@contextmanager
+def stop_signals() -> Iterator[None]:
+    """Inside, every stop signal raises :class:`Interrupted` in the main thread. A signal that was ignored stays so
+    (``nohup``). In another thread, where Python allows no handlers, nothing changes."""
+
+    def stop(signum: int, frame: object) -> None:
+        raise Interrupted(signum)
+
+    with _handled(stop):
+        yield
+
+
+@contextmanager
+def shielded() -> Iterator[None]:
+    """For the few lines that write down how a run ended: inside, stop signals are overheard, so that an impatient second
+    Ctrl-C does not leave a run that claims to be running. After :data:`PATIENCE` of them the next one kills."""
+    seen = 0
+
+    def overhear(signum: int, frame: object) -> None:
+        nonlocal seen
+        seen += 1
+        if seen > PATIENCE:
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
+
+    with _handled(overhear):
+        yield
+
+
+@contextmanager
+def _handled(handler: Any) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {s: signal.getsignal(s) for s in STOP_SIGNALS}
+    # None: a handler that was not installed from Python, which could not be put back.
+    ours = {s: old for s, old in before.items() if old is not signal.SIG_IGN and old is not None}
+    for number in ours:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, old in ours.items():
+            signal.signal(number, old)
