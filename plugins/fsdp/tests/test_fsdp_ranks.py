@@ -77,7 +77,8 @@ def test_two_ranks_equal_one_process(ranks, device, name, tmp_path) -> None:
     (tmp_path / "directory").symlink_to(scratch / "directory")
     one = run_case(CASES[name], 0, 1, tmp_path, device)
     loose = name == "bfloat16"
-    tolerance = 3e-2 if loose else 2e-6
+    # Matrix products on a GPU add up in another order for another number of rows.
+    tolerance = 3e-2 if loose else 2e-6 if device == "cpu" else 2e-5
     assert one["wrap"] == "plain module"
     for two in (results[0][name], results[1][name]):
         assert two["wrap"] == "fully_shard over 2 ranks"
@@ -95,10 +96,12 @@ def test_two_ranks_equal_one_process(ranks, device, name, tmp_path) -> None:
                     # Adam turns the sign of a tiny gradient into a whole step, so only the mean is near.
                     assert float(difference.mean()) <= 2e-3, key
                 else:
-                    assert float(difference.max()) <= 2e-5, key
+                    assert float(difference.max()) <= (2e-5 if device == "cpu" else 2e-4), key
         for key, per_row in two["scores"].items():
             for row, values in zip(two["rows"], per_row, strict=True):
-                torch.testing.assert_close(values, one["scores"][key][row], atol=5e-2 if loose else 1e-5, rtol=1e-5)
+                torch.testing.assert_close(
+                    values, one["scores"][key][row], atol=5e-2 if loose else 10 * tolerance, rtol=1e-5
+                )
         assert two["resume_equal"], "a resumed run takes the very step that the first one took"
     assert one["resume_equal"]
     assert any((one["weights"][k] != one["before"][k]).any() for k in one["weights"])

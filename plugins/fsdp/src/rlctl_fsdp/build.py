@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from rlctl.errors import ConfigError, EngineError
 
@@ -103,13 +105,14 @@ def build_whole(model: Mapping[str, Any], seed: int) -> PreTrainedModel:
             return _from_config(config, model, dtype)
     path = str(model["path"])
     try:
-        result: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=dtype,
-            revision=model.get("revision"),
-            trust_remote_code=bool(model.get("trust_remote_code")),
-            output_loading_info=True,
-        )
+        with _no_progress_bars():
+            result: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=dtype,
+                revision=model.get("revision"),
+                trust_remote_code=bool(model.get("trust_remote_code")),
+                output_loading_info=True,
+            )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise _load_error(path, error) from error
     loaded, info = result
@@ -122,6 +125,18 @@ def build_whole(model: Mapping[str, Any], seed: int) -> PreTrainedModel:
             next="set model.init=random to train it from nothing",
         )
     return loaded
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """The command line shows progress itself; transformers' bars would run through it."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def build_empty(model: Mapping[str, Any]) -> PreTrainedModel:
