@@ -50,6 +50,11 @@ CASES: dict[str, dict[str, Any]] = {
     "per-row": {"family": "llama", "split": "uneven", "engine": {"attention": "per_row"}, "loss": "ppo"},
     "from-directory": {"model": {"path": "DIRECTORY"}, "split": "uneven"},
     "shared-prompts": {"family": "qwen3-moe", "split": "uneven", "prompts": True, "loss": "ppo"},
+    "offload": {
+        "family": "llama-tied",
+        "split": "uneven",
+        "engine": {"param_offload": True, "optimizer_offload": True},
+    },
     "bfloat16": {"family": "llama", "split": "uneven", "engine": {"param_dtype": "bfloat16"}},
 }
 

@@ -53,3 +53,19 @@ def test_settings_are_strict() -> None:
         FSDPConfig.model_validate({"activation_checkpoint": True})
     with pytest.raises(ValidationError):
         FSDPConfig.model_validate({"attention": "flash"})
+
+
+def test_the_readme_lists_every_setting_and_its_default() -> None:
+    readme = Path(plugin.__file__).parents[2] / "README.md"
+    if not readme.is_file():
+        pytest.skip("installed without its source")
+    table = {
+        key.strip(" `"): cells[1].strip(" `")
+        for line in readme.read_text().splitlines()
+        if line.startswith("| `") and len(cells := line.strip("|").split("|")) == 3
+        for key in cells[0].split(",")
+    }
+    documented = {k: v for k, v in table.items() if k in FSDPConfig.model_fields}
+    assert documented == {
+        name: str(field.default).lower().removesuffix(".0") for name, field in FSDPConfig.model_fields.items()
+    }

@@ -303,3 +303,39 @@ def test_out_of_memory_names_its_phase() -> None:
         torch.empty(1 << 50)
     with pytest.raises(RuntimeError, match="something else"), phase("scoring"):
         raise RuntimeError("something else")
+
+
+def test_a_loss_that_leaves_the_model_out_has_zero_gradients() -> None:
+    engine = build_engine(model_section("llama"))
+    engine.forward_backward([BATCH], lambda _reader, _batch: LossOutput(loss=torch.zeros(())), forward_only=False)
+    assert engine.optimizer_step().grad_norm == 0.0
+
+
+def test_results_carry_no_graph() -> None:
+    engine = build_engine(model_section("llama"))
+
+    def careless(reader, batch) -> LossOutput:
+        log_probs = reader.log_prob()
+        return LossOutput(log_probs.sum(), {"a": log_probs.sum()}, {"b": log_probs.max()}, {"c": log_probs})
+
+    (out,) = engine.forward_backward([BATCH], careless, forward_only=False)
+    assert not out.items["c"].requires_grad
+    assert out.sums["a"] == pytest.approx(float(out.items["c"].sum()), rel=1e-5)
+    assert out.maxes["b"] == 0.0, "unscored positions are zero"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device answers here")
+def test_parts_sent_away_come_back_when_they_are_used() -> None:
+    config = {**CONFIGS["llama"], "hidden_size": 512, "intermediate_size": 1024}
+    engines = [build_engine({"config": config, "tokenizer": "unused"}, device="cuda") for _ in range(2)]
+    for engine in engines:
+        engine.train_batch(BATCH, nll, PLAN)
+    torch.cuda.synchronize()
+    here = torch.cuda.memory_allocated()
+    engines[1].move("cpu", "model", "optimizer", "grad")
+    assert here - torch.cuda.memory_allocated() > 3 * 4 * engines[1].info.num_parameters * 0.9
+    assert {p.device.type for p in engines[1]._pm.get_plugin("provider")._root.parameters()} == {"cpu"}
+    outs = [engine.train_batch(BATCH, nll, PLAN) for engine in engines]
+    assert outs[0].step.grad_norm == pytest.approx(outs[1].step.grad_norm, rel=1e-4)
+    with pytest.raises(EngineError, match="no such part"):
+        engines[1].move("cpu", "weights")

@@ -18,6 +18,7 @@ from rlctl.batch import PackedBatch
 from rlctl.logits import LossFn, LossOutput
 from rlctl_fsdp.head import HeadSpec, decoder_of, head_of
 from rlctl_fsdp.layout import Layout
+from rlctl_fsdp.outputs import detached
 from rlctl_fsdp.reader import ChunkedReader, FullReader, Head
 
 
@@ -60,8 +61,14 @@ class ScoreJob:
 
     def __call__(self, model: PreTrainedModel) -> torch.Tensor:
         reader = self._reader(model)
-        self.output = self._loss_fn(reader, self._batch)
-        return self.output.loss
+        out = self._loss_fn(reader, self._batch)
+        loss = out.loss
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            # A loss that leaves the model out (nothing to learn from here) still has to run the backward pass: the other
+            # ranks do, and every gradient must be there.
+            loss = loss + 0.0 * reader.log_prob().sum()
+        self.output = detached(out)
+        return loss
 
     def _reader(self, model: PreTrainedModel) -> ChunkedReader | FullReader:
         layout = self._layout

@@ -88,7 +88,7 @@ def materialize(root: Root, source: PreTrainedModel | None, device: torch.device
     """Give the sharded, empty ``root`` memory on ``device`` and the weights of ``source``, one tensor at a time.
 
     Args:
-        source: the whole model on the CPU on rank 0, None elsewhere; its tensors are let go as they are sent.
+        source: the whole model on the CPU on rank 0, None elsewhere.
 
     Raises:
         EngineError: rank 0's model has another structure than this rank's.
