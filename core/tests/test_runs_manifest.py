@@ -27,6 +27,15 @@ def resolved(tmp_path: Path, **more: object) -> ResolvedConfig:
     )
 
 
+def test_a_guard_that_cannot_look_is_named_with_its_reason(tmp_path: Path) -> None:
+    filtered = resolved(tmp_path, rollout={"top_p": 0.9, "top_k": 5})
+    guards = build_manifest(filtered, None, device=Device("cpu"), argv=[], cwd=tmp_path)["guards"]
+    assert "top_p=0.9 and rollout.top_k=5" in guards["inactive"]["rollout_logprob_check"]
+    off = resolved(tmp_path, rollout={"top_p": 0.9}, guards={"rollout_logprob_check": False})
+    guards = build_manifest(off, None, device=Device("cpu"), argv=[], cwd=tmp_path)["guards"]
+    assert (guards["off"], guards["inactive"]) == (["rollout_logprob_check"], {})
+
+
 def test_a_manifest_is_complete_and_writable(tmp_path: Path) -> None:
     config = resolved(
         tmp_path,
@@ -41,7 +50,11 @@ def test_a_manifest_is_complete_and_writable(tmp_path: Path) -> None:
         {"path": str(tmp_path / "train.jsonl"), "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     ]
     assert manifest["seeds"] == {"trainer": 7}
-    assert manifest["guards"] == {"off": ["weight_fingerprint"], "changed": {"nonfinite_step_budget": 9}}
+    assert manifest["guards"] == {
+        "off": ["weight_fingerprint"],
+        "changed": {"nonfinite_step_budget": 9},
+        "inactive": {},
+    }
     assert manifest["command_line"] == "rlctl train quick actor.optim.lr=1e-5"
     assert manifest["topology"]["actor"]["world_size"] == 1
     assert manifest["device"]["type"] == "cpu"

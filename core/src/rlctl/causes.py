@@ -46,7 +46,12 @@ def cause_chain(error: BaseException) -> tuple[Cause, ...]:
 
     Follows ``__cause__``, else ``__context__`` unless it was suppressed, and goes into exception groups.
     """
-    return tuple(_describe(link) for _, link in zip(range(_MOST_LINKS), _links(error, set()), strict=False))
+    return tuple(_describe(link) for _, link in zip(range(_MOST_LINKS), links(error), strict=False))
+
+
+def links(error: BaseException) -> Iterator[BaseException]:
+    """The exceptions that :func:`cause_chain` describes."""
+    yield from _links(error, set())
 
 
 def _links(error: BaseException, seen: set[int]) -> Iterator[BaseException]:

@@ -192,12 +192,14 @@ def _together(engine: Engine, part: Callable[[], None], step: int, beside: Path 
     failure: BaseException | None = None
     try:
         part()
-    except Exception as error:  # an engine may raise anything when a disk is full; all ranks must hear of it
-        failure = error
-    except BaseException:  # an interrupt: leave no half-written directory behind
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):  # leave no half-written directory behind
         if beside is not None:
             shutil.rmtree(beside, ignore_errors=True)
         raise
+    except BaseException as error:
+        # An engine may raise anything when a disk is full (torch's CheckpointException is no Exception), and all ranks
+        # must hear of it.
+        failure = error
     failed = engine.reduce([1.0 if failure is not None else 0.0], "max")[0] if engine.mesh is not None else 0.0
     if failure is None and not failed:
         return
@@ -209,9 +211,17 @@ def _together(engine: Engine, part: Callable[[], None], step: int, beside: Path 
         raise failure
     raise CheckpointError(
         f"the checkpoint of step {step} was not written; earlier ones are intact",
-        found=f"{type(failure).__name__}: {failure}",
+        found=_summary(failure),
         next=_remedy(failure),
     ) from failure
+
+
+def _summary(error: BaseException) -> str:
+    """The error in one line; of a message that quotes a traceback, the line that the traceback ends with."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    if any(line.startswith("Traceback") for line in lines):
+        return lines[-1].strip()
+    return f"{type(error).__name__}: {lines[0].strip() if lines else ''}"
 
 
 def _remedy(error: BaseException) -> str:

@@ -114,9 +114,9 @@ class _Export:
 
     def finish(self, tokenizer: Any) -> None:
         self._coverage.finish()
-        self._writer.finish()
         self._config.dtype = self._writer.float_dtype or self._config.dtype
         _write_description(self._folder, self._config, self._model, tokenizer)
+        self._writer.finish()
 
 
 def load_model_config(model: ModelConfig | PretrainedConfig | str | Path) -> PretrainedConfig:
@@ -253,6 +253,9 @@ class _ShardWriter:
         if self._pending:
             self._flush()
         count = len(self._shards)
+        for index in range(count):
+            # safetensors writes for its owner alone; a model is as readable as the run's other files.
+            shutil.copymode(self._folder / "config.json", self._folder / f"shard-{index}")
         if count == 1:
             os.rename(self._folder / "shard-0", self._folder / "model.safetensors")
             return

@@ -1,4 +1,4 @@
-"""Files that survive a crash: written beside, synced, then renamed into place. Standard library only."""
+"""Files that survive a crash: written beside, synced, then renamed into place. Imports no library."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from rlctl.causes import links
 
 
 def plain(value: Any) -> Any:
@@ -160,13 +162,19 @@ def publish_directory(beside: Path, target: Path) -> None:
 
 
 def disk_fault(error: BaseException) -> str | None:
-    """What mends an error that says that a disk is full or may not be written; None for any other error."""
-    number = getattr(error, "errno", None)
-    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space left" in str(error):
-        return "free disk space (df -h), or lower trainer.max_ckpt_to_keep"
-    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "make the run directory writable"
-    return "check the disk (dmesg)" if number in (errno.EIO, errno.ESTALE) else None
+    """What mends an error that says, or was caused by one that says, that a disk is full or may not be written; None for
+    any other error."""
+    for part in links(error):
+        number = getattr(part, "errno", None)
+        # torch's own writer of archives notices a full disk only by its position in the file.
+        full = ("No space left", "File too large", "PytorchStreamWriter", "inline_container.cc")
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or any(words in str(part) for words in full):
+            return "free disk space (df -h), or lower trainer.max_ckpt_to_keep"
+        if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return "make the run directory writable"
+        if number in (errno.EIO, errno.ESTALE):
+            return "check the disk (dmesg)"
+    return None
 
 
 def _raw_lines(path: Path, start: int = 0) -> Iterator[bytes]:

@@ -32,7 +32,7 @@ from rlctl.errors import DataError
 
 if TYPE_CHECKING:
     from rlctl.config.load import ResolvedConfig
-    from rlctl.config.schema import DataConfig, GuardsConfig
+    from rlctl.config.schema import DataConfig, RolloutConfig, RunConfig
     from rlctl.plugins import PluginSet
 
 SCHEMA = 1
@@ -174,14 +174,27 @@ def hash_files(paths: Sequence[Path]) -> list[dict[str, Any]]:
     return out
 
 
-def guards_record(guards: GuardsConfig) -> dict[str, Any]:
-    """``off``: names of guards that were switched off; ``changed``: settings that are not the default."""
-    default = type(guards)()
-    given = guards.model_dump()
+def guards_record(config: RunConfig) -> dict[str, Any]:
+    """``off``: names of guards that were switched off; ``changed``: settings that are not the default; ``inactive``:
+    guards that are on and cannot look, with the reason."""
+    default = type(config.guards)()
+    given = config.guards.model_dump()
+    inactive: dict[str, str] = {}
+    if config.trainer.type == "rl" and given["rollout_logprob_check"] and (why := filtered_sampling(config.rollout)):
+        inactive["rollout_logprob_check"] = why
     return {
         "off": sorted(name for name, value in given.items() if value is False),
         "changed": {n: v for n, v in given.items() if v is not False and v != getattr(default, n)},
+        "inactive": inactive,
     }
+
+
+def filtered_sampling(rollout: RolloutConfig) -> str | None:
+    """Why the probabilities of sampled tokens are not the model's own, so that the trainer's cannot be compared with
+    them; None when they are."""
+    settings = [f"rollout.top_p={rollout.top_p:g}"] if rollout.top_p < 1 else []
+    settings += [f"rollout.top_k={rollout.top_k}"] if rollout.top_k else []
+    return f"{' and '.join(settings)}: the rollout samples from a part of the distribution" if settings else None
 
 
 def process_record() -> dict[str, Any]:
@@ -283,7 +296,7 @@ def build_manifest(
         "data": hash_files(list(dict.fromkeys(data_files))),
         "topology": {role: asdict(axes) for role, axes in training.items()},
         "device": {"type": device.type, "vendor": device.vendor, "name": device_name(device)},
-        "guards": guards_record(config.guards),
+        "guards": guards_record(config),
         "origins": {key: " ".join(redact(text.split(" "))) for key, text in resolved.origins.items()},
         "started": now(),
         "ended": None,

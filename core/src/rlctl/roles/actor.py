@@ -90,7 +90,10 @@ class ActorRole:
         metrics = dict(sums)
         # Diagnostics are means over the trained tokens, whatever the aggregation mode makes the weights add up to.
         for name in ("actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/entropy"):
-            metrics[name] = sums[name] / weight
+            if mini.is_padding:
+                del metrics[name]  # no token was trained: a zero would read as a measurement
+            else:
+                metrics[name] = sums[name] / weight
         if gap is not None and tokens:
             metrics["training/rollout_probs_diff_mean"] = gap / tokens
         metrics |= {

@@ -26,7 +26,7 @@ from rlctl.engine import Engine
 from rlctl.errors import CheckpointError, RlctlError
 from rlctl.export import write_hf_directory
 from rlctl.interrupts import shielded
-from rlctl.manifest import build_manifest
+from rlctl.manifest import build_manifest, filtered_sampling
 from rlctl.plugins import PluginSet
 from rlctl.roles.actor import ActorRole
 from rlctl.roles.budget import NonFiniteStepsError, SkipBudget
@@ -150,15 +150,17 @@ class Runner:
             self.engines["ref"] = engine
             reference = ReferenceRole(engine, setup.token_plan(ref, config))
         # Filters change the sampling distribution, so its probabilities are not the trainer's and cannot be compared.
-        comparable = config.rollout.top_p == 1.0 and config.rollout.top_k == 0
         guards = config.guards
+        filtered = filtered_sampling(config.rollout)
+        if guards.rollout_logprob_check and filtered:
+            self.reporter.message(f"guards.rollout_logprob_check cannot look: {filtered}")
         actor_role = ActorRole(
             actor,
             config.actor,
             plan,
             config.data.max_response_length,
             SkipBudget(guards.nonfinite_step_budget),
-            check_rollout=guards.rollout_logprob_check and comparable,
+            check_rollout=guards.rollout_logprob_check and not filtered,
         )
         rollout_role = RolloutRole(
             rollout,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from rlctl.data.prompts import PromptEncoder
 from rlctl.data.rewards import RewardScorer
 from rlctl.data.rows import Row
 from rlctl.data.sampler import BatchSampler
+from rlctl.errors import DataError
 from rlctl.export import write_hf_directory
 from rlctl.roles.budget import SkipBudget
 from rlctl.roles.rollout import RolloutRole
@@ -35,10 +37,21 @@ def warm_start(
 
     Stops early once the sampled score of (up to 128) validation rows reaches ``warm_start.stop_at_score``: a model that
     already answers everything leaves RL nothing to learn. Metrics go to ``dest/metrics.jsonl``.
+
+    Raises:
+        DataError: fewer rows than one batch, a row that is too long, or a score to stop at and no rows to score.
+        NonFiniteStepsError: too many steps in a row had a gradient that is not finite.
     """
     config = context.config
     settings = config.warm_start
     assert settings is not None
+    if settings.stop_at_score is not None and not val_rows:
+        raise DataError(
+            "warm_start.stop_at_score needs validation rows",
+            found="none",
+            wanted="rows to score after every warm_start.eval_freq steps",
+            next="set data.val_files, or warm_start.stop_at_score=null",
+        )
     dest.mkdir(parents=True, exist_ok=True)
     optim = with_schedule(settings.optim, settings.steps)
     engine = build_train_engine(context, config.actor, model, name="warm_start", optim=optim)
@@ -48,7 +61,7 @@ def warm_start(
         token_plan(config.actor, config),
         encoder,
         BatchSampler(
-            len(train_rows), min(settings.batch_size, len(train_rows)), True, config.trainer.seed + _SEED_STREAM
+            len(train_rows), settings.batch_size, True, config.trainer.seed + _SEED_STREAM, "warm_start.batch_size"
         ),
         train_rows,
         val_rows,
@@ -69,7 +82,10 @@ def warm_start(
             if rollout is not None and (step % settings.eval_freq == 0 or step == settings.steps):
                 metrics["val/score/mean"] = _sampled_score(rollout, trainer, scorer, config.trainer.seed + step)
             log.append(metrics)
-            if rollout is not None and metrics.get("val/score/mean", -1.0) >= (settings.stop_at_score or 0.0):
+            if (
+                settings.stop_at_score is not None
+                and metrics.get("val/score/mean", -math.inf) >= settings.stop_at_score
+            ):
                 break
     (dest / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in log))
     last = log[-1]
