@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SOURCES := core cli plugins/fsdp
 DISTS := core/pyproject.toml cli/pyproject.toml plugins/fsdp/pyproject.toml
 
-.PHONY: quickstart test test-backends lint bench bench-quickstart smollm2 docs-check clean help
+.PHONY: evidence quickstart test test-backends lint bench bench-quickstart smollm2 docs-check clean help
 
 help:
 	@echo "make quickstart        install and train the quickstart recipe, then write its report"
@@ -36,6 +36,11 @@ quickstart: $(VENV)/.run
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The records that ship inside the plugin: written by the tests that compare, never by hand.
+evidence: $(VENV)/.dev
+	RLCTL_EVIDENCE_DIR=$(CURDIR)/plugins/fsdp/src/rlctl_fsdp/evidence $(BIN)/python -m pytest \
+	  plugins/fsdp/tests/test_fsdp_ranks.py tests/test_trainers_rl.py -k 'equal_one_process or evidence'
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -14,7 +14,9 @@ from rlctl.batch import load_batch
 from rlctl.config.load import load_config
 from rlctl.errors import CheckpointError, GuardError
 from rlctl.plugins import load_plugins
+from rlctl.records import EvidenceLevel
 from rlctl.rundir import RunDirectory
+from rlctl.testing.evidence import record_evidence
 from rlctl.tracking.reporter import NullReporter
 from rlctl.trainers.run import Runner, RunResult
 
@@ -30,6 +32,7 @@ SMALL = [
     "trainer.total_training_steps=3",
     "trainer.logger=[jsonl]",
     "warm_start.steps=8",
+    "warm_start.batch_size=64",
     "warm_start.eval_freq=8",
     "warm_start.stop_at_score=0.99",
     # A few SFT steps teach digits but not sorting: this reward differs within groups, and some groups agree.
@@ -77,6 +80,26 @@ def test_a_run_leaves_what_the_docs_say(plain):
     assert steps == [0, 1, 2, 3]
     assert {s["split"] for s in lines(run / "samples.jsonl")} == {"train", "val"}
     assert [step for step, _ in plain.validation] == [0, 2, 3]
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "hf"])
+def test_the_run_is_the_end_to_end_evidence_of_one_process(plain, backend):
+    before = load_file(plain.path / "warm_start" / "export" / "model.safetensors")
+    moved = max((before[k] - v).abs().max().item() for k, v in weights(plain.path).items())
+    gap = max(m.get("training/rollout_probs_diff_mean", 0.0) for m in plain.history)
+    assert moved > 0
+    assert gap < 1e-5
+    record_evidence(
+        f"one-process-cpu-grpo-{backend}",
+        backend=backend,
+        level=EvidenceLevel.END_TO_END,
+        axes={},
+        world_size=1,
+        device="cpu",
+        model_family="llama",
+        what="quickstart in small: SFT warm start, three GRPO steps, validation, checkpoint, export that transformers reloads",
+        deltas={"rollout_probs_diff_mean": gap, "weights_moved_max": moved},
+    )
 
 
 def test_every_metric_that_a_run_writes_is_documented(plain, tmp_path):

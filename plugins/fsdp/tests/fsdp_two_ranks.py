@@ -115,6 +115,7 @@ def run_case(case: dict[str, Any], rank: int, world: int, scratch: Path, device:
         "weights": weights,
         "resume_equal": same and again == steps[-1],
         "wrap": engine.info.notes["wrap"] if engine.info else "",
+        "family": engine.info.model_family if engine.info else "",
     }
 
 

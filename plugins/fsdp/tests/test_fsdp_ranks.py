@@ -16,6 +16,9 @@ from fsdp_helpers import CONFIGS
 from fsdp_two_ranks import CASES, run_case
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlctl.records import EvidenceLevel
+from rlctl.testing.evidence import record_evidence
+
 pytestmark = pytest.mark.slow
 
 
@@ -68,7 +71,7 @@ def ranks(tmp_path_factory, device) -> tuple[list[dict[str, Any]], Path]:
         for child in children:
             child.kill()
     assert [c.returncode for c in children] == [0, 0], "\n".join(o[-3000:] for o in outputs)
-    return [torch.load(scratch / f"rank{r}.pt", weights_only=False) for r in range(2)], scratch
+    return [torch.load(scratch / f"rank{r}.pt", weights_only=True) for r in range(2)], scratch
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -104,7 +107,41 @@ def test_two_ranks_equal_one_process(ranks, device, name, tmp_path) -> None:
                 )
         assert two["resume_equal"], "a resumed run takes the very step that the first one took"
     assert one["resume_equal"]
+    _record(name, device, one, [results[r][name] for r in range(2)], "bfloat16" if loose else "float32")
     assert any((one["weights"][k] != one["before"][k]).any() for k in one["weights"])
+
+
+def _record(name: str, device: str, one: dict[str, Any], ranks: list[dict[str, Any]], dtype: str) -> None:
+    """Hand what was just compared to the evidence of dp_shard (see rlctl.testing.evidence)."""
+
+    def worst(key: str) -> float:
+        pairs = [(a[key], b[key]) for two in ranks for a, b in zip(two["steps"], one["steps"], strict=True)]
+        return max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
+
+    weights = max(float((two["weights"][k] - v).abs().max()) for two in ranks for k, v in one["weights"].items())
+    scores = max(
+        float((values - one["scores"][key][row]).abs().max())
+        for two in ranks
+        for key, per_row in two["scores"].items()
+        for row, values in zip(two["rows"], per_row, strict=True)
+    )
+    record_evidence(
+        f"dp_shard2-{device}-{name}",
+        backend="fsdp2",
+        level=EvidenceLevel.PARITY,
+        axes={"dp_shard": 2},
+        world_size=2,
+        device=device,
+        model_family=one["family"],
+        what=f"three steps, scores, export and resume of two {'NCCL' if device == 'cuda' else 'gloo'} ranks against one "
+        f"process, {dtype}, case {name}",
+        deltas={
+            "loss_relative": worst("loss"),
+            "grad_norm_relative": worst("grad_norm"),
+            "updated_weights_max": weights,
+            "scores_max": scores,
+        },
+    )
 
 
 def test_the_comparison_fails_without_the_cures(ranks, device, tmp_path) -> None:
