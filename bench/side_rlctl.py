@@ -24,7 +24,7 @@ def reward_source() -> str:
 
 
 def main() -> None:
-    folder, threads, dtype = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    folder, threads, dtype = Path(sys.argv[1]).resolve(), int(sys.argv[2]), sys.argv[3]
     work = json.loads((folder / "work.json").read_text())
     config = {
         "model": {"path": str(folder / "model"), "dtype": "float32"},

@@ -24,7 +24,7 @@ from reward import score  # noqa: E402
 
 
 def main() -> None:
-    folder, threads, dtype = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    folder, threads, dtype = Path(sys.argv[1]).resolve(), int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(threads)
     work = json.loads((folder / "work.json").read_text())
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
