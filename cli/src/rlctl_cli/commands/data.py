@@ -33,6 +33,9 @@ def data() -> None:
 @data.command()
 @click.argument("target", metavar="RECIPE|FILE|DATASET")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--model", help="Model of the run, for its tokenizer (model.path).")
+@click.option("--data", "data_file", help="Training file or directory of the run (data.train_files).")
+@click.option("--val-data", help="Validation file of the run (data.val_files).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option("--strict", is_flag=True, help="Exit 1 on a warning too.")
 @click.option(
@@ -45,7 +48,15 @@ def data() -> None:
 )
 @click.pass_context
 def check(
-    ctx: click.Context, target: str, overrides: tuple[str, ...], as_json: bool, strict: bool, reward_limit_s: float
+    ctx: click.Context,
+    target: str,
+    overrides: tuple[str, ...],
+    as_json: bool,
+    strict: bool,
+    reward_limit_s: float,
+    model: str | None,
+    data_file: str | None,
+    val_data: str | None,
 ) -> int:
     """Read every row of a run's data, before any model is loaded.
 
@@ -70,7 +81,9 @@ def check(
             from rlctl.plugins import load_plugins
 
             plugins = load_plugins()
-            resolved = load_config(target, overrides, None, plugins, notice)
+            flags = {"model": model, "data": data_file, "val_data": val_data}
+            given = {name: value for name, value in flags.items() if value is not None}
+            resolved = load_config(target, overrides, given, plugins, notice)
             report = check_data(resolved, plugins, progress, reward_limit_s)
     if as_json:
         from rlctl_cli.output import emit_json

@@ -30,7 +30,7 @@ HEADLINES: tuple[Headline, ...] = (
     Headline("val_score", "val score", ("val/score/mean",), "score", "up"),
     Headline("loss", "loss", ("train/loss",), "small", "down"),
     Headline("val_loss", "val loss", ("val/loss",), "small", "down"),
-    Headline("kl", "KL", ("actor/ppo_kl", "actor/kl_loss"), "small"),
+    Headline("kl", "KL", ("actor/kl_loss", "actor/ppo_kl"), "small"),
     Headline("entropy", "entropy", ("actor/entropy",), "small"),
     Headline("grad_norm", "grad norm", ("actor/grad_norm", "train/grad_norm"), "small"),
     Headline("length", "response tokens", ("response_length/mean",), "count"),
@@ -52,7 +52,8 @@ def pick(metrics: Mapping[str, float], headline: Headline) -> float | None:
     for name in headline.names:
         value = metrics.get(name)
         if value is not None:
-            return float(value)
+            # Exactly on policy and without a reference there is no KL to watch.
+            return None if headline.key == "kl" and value == 0.0 else float(value)
     return None
 
 

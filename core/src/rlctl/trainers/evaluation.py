@@ -30,8 +30,12 @@ class ScoredRollout:
         return [r.score for r in self.rewards]
 
     def samples(self, step: int, split: str, limit: int, encoder: PromptEncoder) -> list[dict[str, Any]]:
-        """The first ``limit`` rows as records for samples.jsonl, one sample of each prompt first."""
+        """``limit`` completions as records for samples.jsonl, one sample of each prompt first."""
         order = sorted(range(len(self.completions)), key=lambda i: (self.completions[i].sample_index, i))[:limit]
+        return self.records(step, split, sorted(order), encoder)
+
+    def records(self, step: int, split: str, indices: Sequence[int], encoder: PromptEncoder) -> list[dict[str, Any]]:
+        """The completions ``indices`` as records for samples.jsonl."""
         return [
             {
                 "step": step,
@@ -44,8 +48,19 @@ class ScoredRollout:
                 "num_tokens": len(self.completions[i].token_ids),
                 "finish_reason": str(self.completions[i].finish_reason),
             }
-            for i in sorted(order)
+            for i in indices
         ]
+
+
+def watch_rows(parts: Sequence[ScoredRollout], limit: int) -> list[tuple[int, int]]:
+    """(part, completion) of the validation samples to keep for a whole run, chosen at its first validation.
+
+    Half of them are those with the lowest scores, where learning will show; the rest are the first ones.
+    """
+    places = [(p, i) for p, part in enumerate(parts) for i in range(len(part.completions))]
+    worst = sorted(places, key=lambda place: (parts[place[0]].scores[place[1]], place))[: (limit + 1) // 2]
+    rest = [place for place in places if place not in worst]
+    return sorted(worst + rest[: limit - len(worst)])
 
 
 def score_completions(

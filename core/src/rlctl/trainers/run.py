@@ -36,6 +36,7 @@ from rlctl.rundir import RunDirectory
 from rlctl.tracking import build_tracker
 from rlctl.tracking.reporter import Reporter
 from rlctl.trainers import setup
+from rlctl.trainers.evaluation import watch_rows
 from rlctl.trainers.rl import RLTrainer
 from rlctl.trainers.sft import SFTTrainer
 from rlctl.trainers.warm_start import warm_start
@@ -79,6 +80,7 @@ class Runner:
         self.engines: dict[str, Engine] = {}
         self.closing = ExitStack()
         self.best: tuple[float, int] | None = None
+        self.watched: list[tuple[int, int]] = []
 
     def _open_run(self, run_dir: Path | None, resume: Path | None) -> RunDirectory:
         if resume is not None:
@@ -233,6 +235,7 @@ class Runner:
         cfg = self.config.trainer
         start = result.steps = self._resume(trainer) if self.resuming else 0
         self.run.update_manifest(engines=setup.describe_engines(self.engines), total_training_steps=self.total_steps)
+        self.reporter.message(setup.start_line(self.context, self.engines["actor"], self.total_steps))
         plain = self.config.model_dump(mode="json")
         resume_step = start if self.resuming else None
         tracker = build_tracker(
@@ -279,7 +282,11 @@ class Runner:
         else:
             metrics, parts = trainer.validate()
             limit = self.config.trainer.rollout_samples
-            self.run.write_samples(parts[0].samples(step, "val", limit, trainer.encoder))
+            # The same rows each time, so that a report can set early and late side by side.
+            self.watched = self.watched or watch_rows(parts, limit)
+            for p, part in enumerate(parts):
+                picks = [i for q, i in self.watched if q == p]
+                self.run.write_samples(part.records(step, "val", picks, trainer.encoder))
             score = metrics["val/score/mean"]
         result.validation.append((step, metrics))
         better = math.isfinite(score) and (self.best is None or score > self.best[0])

@@ -158,6 +158,20 @@ def describe_engines(engines: Mapping[str, Engine]) -> dict[str, Any]:
     return out
 
 
+def start_line(context: Context, actor: Engine, total_steps: int) -> str:
+    """One line that says what is about to be trained, and how."""
+    config, info = context.config, actor.info
+    model = f"{info.model_family}, {info.num_parameters / 1e6:.1f}M parameters" if info else "a model"
+    on = f"{devices.device_name(context.device)} ({actor.name})"
+    if config.trainer.type == "sft":
+        return f"SFT of {model}, on {on}: {total_steps} steps of {config.data.train_batch_size} rows"
+    return (
+        f"{config.algorithm.name} on {model}, on {on}: {total_steps} steps of {config.data.train_batch_size} prompts x "
+        f"{config.rollout.n} samples; reward: mean over samples, val score: held-out rows"
+        + (", greedy" if config.rollout.val_kwargs.temperature == 0 else "")
+    )
+
+
 def memory_metrics(device: Device) -> dict[str, float]:
     """Peak memory so far, in GB: of this process, and of the device where it has memory of its own."""
     metrics = {"perf/max_rss_gb": devices.peak_rss_gb()}

@@ -40,10 +40,12 @@ class UserReward:
     def __call__(self, item: RewardInput) -> Mapping[str, float]:
         row = item.row
         place = f"{row.source} (row {row.index})"
+        truth = row.ground_truth if row.ground_truth is not None else row.answer
         payload = {
             "data_source": row.data_source,
             "solution_str": item.text,
-            "ground_truth": row.ground_truth if row.ground_truth is not None else row.answer,
+            "ground_truth": truth,
+            "answer": truth,
             "extra_info": row.extra,
             "prompt": row.prompt if isinstance(row.prompt, str) else [dict(message) for message in row.prompt],
             "completion": item.text,

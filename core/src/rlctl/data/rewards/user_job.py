@@ -17,7 +17,10 @@ from typing import Any
 
 from rlctl.data.rewards.worker import JobError
 
-OFFERED = ("data_source", "solution_str", "ground_truth", "extra_info", "prompt", "completion", "finish_reason")
+OFFERED = (
+    *("data_source", "solution_str", "ground_truth", "extra_info"),  # the field's names
+    *("prompt", "completion", "answer", "finish_reason"),  # ours: completion is solution_str, answer is ground_truth
+)
 """Keyword arguments that a function may ask for by name."""
 
 MAX_FRAMES = 12
