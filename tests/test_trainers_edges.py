@@ -65,10 +65,17 @@ def test_the_smallest_sizes_train(tmp_path, extreme):
         assert result.last["response_length/max"] == 1.0
 
 
-def test_a_warm_start_larger_than_the_data_is_refused(tmp_path):
-    with pytest.raises(DataError, match="fewer rows than one batch") as caught:
-        train(tmp_path / "run", "warm_start={steps: 2, batch_size: 9}")
-    assert caught.value.next == "warm_start.batch_size=8, or more rows"
+def test_a_warm_start_batch_larger_than_the_data_is_made_smaller_and_said(tmp_path):
+    told: list[str] = []
+
+    class Telling(NullReporter):
+        def message(self, text: str) -> None:
+            told.append(text)
+
+    plugins = load_plugins()
+    resolved = load_config("quickstart", [*TINY, "warm_start={steps: 2, batch_size: 9}"], plugins=plugins)
+    Runner(resolved, plugins, Telling(), run_dir=tmp_path / "run").execute()
+    assert "warm_start.batch_size=9 is more than the data has: 8 rows a step" in told
 
 
 def test_a_score_to_stop_at_needs_rows_to_score(tmp_path):

@@ -82,3 +82,7 @@ def test_cpu_calls_do_nothing_and_memory_is_measured():
     del block
     if device.reset_peak_memory("cpu"):
         assert device.peak_rss_gb() < before + 0.5
+
+
+def test_the_name_of_a_device_that_is_not_there_is_no_failure() -> None:
+    assert device.device_name("nosuch") == "nosuch, which does not answer"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -151,3 +152,13 @@ def test_ranks_publish_together_or_not_at_all(tmp_path: Path) -> None:
         assert outcomes.pop(failing) == "RuntimeError: no room on this rank"
         assert outcomes == ["another rank could not save"] * 2
         assert [p.name for p in run.checkpoints.iterdir()] == ["step_00000001"]
+
+
+def test_text_that_is_no_utf8_is_written_and_read_back(tmp_path: Path) -> None:
+    for value in (os.fsdecode(b"caf\xe9"), "half \ud83d"):
+        path = tmp_path / "samples.jsonl"
+        path.unlink(missing_ok=True)
+        files.append_lines(path, [{"prompt": value}, {"prompt": "next"}])
+        rows, damaged = files.read_lines(path)
+        assert [row["prompt"] for row in rows][-1] == "next"
+        assert len(rows) + damaged == 2

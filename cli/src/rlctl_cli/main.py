@@ -44,6 +44,23 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
+    # Inside click, which would make exit code 1 of a pipe whose reader has gone (`rlctl runs list | head`).
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **kwargs)
+        except BrokenPipeError:
+            _drop_stdout()
+            raise click.exceptions.Exit(0) from None
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _drop_stdout()
+            return None
+        return result
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -56,6 +73,11 @@ class LazyGroup(click.Group):
             if near and "No such command" in error.message:
                 raise click.UsageError(f"{error.message} Did you mean {near[0]!r}?", ctx) from error
             raise
+
+
+def _drop_stdout() -> None:
+    """What is still buffered goes nowhere, instead of failing once more on the way out."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 @click.group(
@@ -92,10 +114,6 @@ def main(argv: list[str] | None = None) -> Any:
         signum = getattr(error, "signum", None) or getattr(error.__cause__, "signum", None) or signal.SIGINT
         click.echo(f"interrupted ({signal.Signals(signum).name})", err=True)
         sys.exit(128 + signum)
-    except BrokenPipeError:
-        # The reader of a pipe has gone (`rlctl runs list | head`): not an error, and no message on the way out.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(0)
     except RlctlError as error:
         if debug:
             raise

@@ -38,9 +38,13 @@ def console(stderr: bool = False) -> Console:
     """A rich console on stdout (or stderr); wide and plain when it is not a terminal, so that nothing is cut."""
     from rich.console import Console
 
+    class PipedConsole(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # rich would exit with 1; the command group knows better
+
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else 160
-    return Console(file=stream, width=width, highlight=False, soft_wrap=not stream.isatty())
+    return PipedConsole(file=stream, width=width, highlight=False, soft_wrap=not stream.isatty())
 
 
 def print_error(error: RlctlError) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -65,4 +66,4 @@ def print_summary(result: RunResult) -> None:
         label = {"val/score/mean": "held-out score, greedy", "val/loss": "held-out loss"}[data["validation"]["metric"]]
         table.add_row(f"{label} (before, after)", f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}")
     console().print(table)
-    click.echo(f"\nrun     {data['run']}\nmodel   {data['export']}\nreport  rlctl report {data['run']}")
+    click.echo(f"\nrun     {data['run']}\nmodel   {data['export']}\nreport  rlctl report {shlex.quote(data['run'])}")

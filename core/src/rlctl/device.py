@@ -122,6 +122,9 @@ def device_count(device: DeviceLike) -> int:
 def device_name(device: DeviceLike) -> str:
     """Its marketing name, or the processor's."""
     if _type_of(device) != "cpu":
+        # RLCTL_DEVICE may name a device that this machine lacks: the engine then says so, a name must not fail before it.
+        if not is_available(_type_of(device)):
+            return f"{_type_of(device)}, which does not answer"
         return str(_runtime(_type_of(device)).get_device_name(_index(device)))
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -34,7 +34,16 @@ def plain(value: Any) -> Any:
 
 def write_text(path: Path, text: str) -> None:
     """Write ``path`` so that a reader sees the old text or the new one, never a part."""
-    write_bytes(path, text.encode())
+    write_bytes(path, encoded(text))
+
+
+def encoded(text: str) -> bytes:
+    """UTF-8; bytes of a command line or a path that Python could not decode come back as they were, and half characters
+    (a lone surrogate in a data row) become escapes, as JSON writes them."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "backslashreplace")
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -67,7 +76,7 @@ def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
                 text = "\n" + text
-        file.write(text.encode())
+        file.write(encoded(text))
 
 
 def read_lines(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:

@@ -228,3 +228,7 @@ def test_no_word_of_the_validating_library_reaches_the_reader(plugins: PluginSet
             assert not any(word in text for word in ("pydantic", "input should", "value error", "json_", "https:")), (
                 text
             )
+
+
+def test_a_word_that_is_no_finite_number_is_not_advised(plugins: PluginSet, run_file: Write) -> None:
+    assert "quotes" not in str(one_problem(plugins, run_file(BASE), "actor.optim.lr=nan"))

@@ -61,7 +61,7 @@ def _head(story: Story) -> Child:
         ("ranks", str(((manifest.get("topology") or {}).get("actor") or {}).get("world_size", 1))),
         ("seeds", ", ".join(f"{k} {v}" for k, v in (manifest.get("seeds") or {}).items())),
         ("guards off", ", ".join((manifest.get("guards") or {}).get("off", [])) or "none"),
-        ("started", (run["started"] or "-").replace("T", " ").replace("+00:00", " UTC")),
+        ("started", str(run["started"] or "-").replace("T", " ").replace("+00:00", " UTC")),
     ]
     status = tag("span", run["status"], class_=f"chip {run['status'] if run['status'] in _CHIPS else ''}")
     return tag(
@@ -246,7 +246,7 @@ def _reproduce(manifest: Mapping[str, Any]) -> Child:
 
 
 def _resumes(manifest: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [r for r in manifest.get("resumes") or [] if r.get("command_line")]
+    return [r for r in manifest.get("resumes") or [] if isinstance(r, dict) and r.get("command_line")]
 
 
 def _config(config: Mapping[str, Any], origins: Mapping[str, str]) -> Child:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -212,7 +213,8 @@ def _text_advice(found: str, want: str) -> str:
         return f"write {'true' if low in ('yes', 'on', 'y', 'true', '1') else 'false'}, without quotes"
     if "number" in want:
         try:
-            float(low.replace(",", "").replace("_", ""))
+            if not math.isfinite(float(low.replace(",", "").replace("_", ""))):
+                return ""
         except ValueError:
             return ""
         return f"write {low.replace(',', '').replace('_', '')}, without quotes or separators"

@@ -136,13 +136,14 @@ def _key(row: Row) -> str:
 
 
 def _check_sizes(report: DataReport, rows: Sequence[Row], config: RunConfig) -> None:
-    wanted = {"data.train_batch_size": config.data.train_batch_size}
+    wanted = [("data.train_batch_size", config.data.train_batch_size, report.faults)]
     if config.warm_start is not None:
-        wanted["warm_start.batch_size"] = config.warm_start.batch_size
-    for setting, size in wanted.items():
+        # The warm start takes smaller batches then, and says so.
+        wanted.append(("warm_start.batch_size", config.warm_start.batch_size, report.warnings))
+    for setting, size, found in wanted:
         if 0 < len(rows) < size:
             what = f"{len(rows)} rows are fewer than one batch of {setting}={size}"
-            report.faults.append(Fault("size", "train", what, f"{setting}={len(rows)}, or more rows"))
+            found.append(Fault("size", "train", what, f"{setting}={len(rows)}, or more rows"))
 
 
 # ---- tokens -------------------------------------------------------------------------------------------------------

@@ -20,27 +20,19 @@ class BatchSampler:
         batch_size: rows of a batch.
         shuffle: a new order each epoch; otherwise the order of the file.
         seed: of the shuffle.
-        setting: where the batch size comes from, for the message.
 
     Raises:
         DataError: fewer rows than one batch.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        batch_size: int,
-        shuffle: bool = True,
-        seed: int = 0,
-        setting: str = "data.train_batch_size",
-    ) -> None:
+    def __init__(self, num_rows: int, batch_size: int, shuffle: bool = True, seed: int = 0) -> None:
         assert batch_size > 0, f"batch_size {batch_size}"
         if num_rows < batch_size:
             raise DataError(
                 "the training data has fewer rows than one batch",
                 found=f"{num_rows} rows",
-                wanted=f"at least {setting} = {batch_size}",
-                next=f"{setting}={num_rows}, or more rows" if num_rows else "add rows to data.train_files",
+                wanted=f"at least data.train_batch_size = {batch_size}",
+                next=f"data.train_batch_size={num_rows}, or more rows" if num_rows else "add rows to data.train_files",
             )
         self._num_rows = num_rows
         self._batch_size = batch_size

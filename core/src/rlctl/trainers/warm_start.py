@@ -39,7 +39,7 @@ def warm_start(
     already answers everything leaves RL nothing to learn. Metrics go to ``dest/metrics.jsonl``.
 
     Raises:
-        DataError: fewer rows than one batch, a row that is too long, or a score to stop at and no rows to score.
+        DataError: a row that is too long, or a score to stop at and no rows to score.
         NonFiniteStepsError: too many steps in a row had a gradient that is not finite.
     """
     config = context.config
@@ -52,6 +52,11 @@ def warm_start(
             wanted="rows to score after every warm_start.eval_freq steps",
             next="set data.val_files, or warm_start.stop_at_score=null",
         )
+    batch_size = min(settings.batch_size, len(train_rows))
+    if batch_size < settings.batch_size:
+        context.reporter.message(
+            f"warm_start.batch_size={settings.batch_size} is more than the data has: {batch_size} rows a step"
+        )
     dest.mkdir(parents=True, exist_ok=True)
     optim = with_schedule(settings.optim, settings.steps)
     engine = build_train_engine(context, config.actor, model, name="warm_start", optim=optim)
@@ -60,9 +65,7 @@ def warm_start(
         engine,
         token_plan(config.actor, config),
         encoder,
-        BatchSampler(
-            len(train_rows), settings.batch_size, True, config.trainer.seed + _SEED_STREAM, "warm_start.batch_size"
-        ),
+        BatchSampler(len(train_rows), batch_size, True, config.trainer.seed + _SEED_STREAM),
         train_rows,
         val_rows,
         config.data.max_prompt_length + config.data.max_response_length,
