@@ -155,7 +155,9 @@ class ActorConfig(TrainRole):
     use_kl_loss: bool = Field(default=False, description="Add the KL to the reference to the loss.")
     kl_loss_coef: float = Field(default=0.001, ge=0, description="Weight of the KL in the loss.")
     kl_loss_type: Literal["k1", "k2", "k3", "kl", "mse", "low_var_kl"] = Field(
-        default="k3", description="KL estimator; kl, mse and low_var_kl are other names of k1, k2 and k3."
+        default="k3",
+        description="KL estimator; kl, mse and low_var_kl are other names of k1, k2 and k3. The gradient of k1 is zero in "
+        "expectation: it measures and regularises nothing.",
     )
     skip_zero_advantage: bool = Field(
         default=True,

@@ -116,7 +116,9 @@ def _encode(
         try:
             done += _encode_chunk([row], encoder, sft)
         except DataError as error:
-            what = error.what + (f" {error.found}" if error.found else "")
+            # The fault names the row already.
+            what = error.what.replace(f"{row.source} (row {row.index})", "it")
+            what += f": {error.found}" if error.found else ""
             faults.append(Fault("encode", row.source, what, error.next or "correct the row", row.index))
     return done
 
