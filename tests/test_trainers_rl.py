@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -239,6 +241,14 @@ def test_a_loss_that_is_no_number_is_never_the_best_and_sft_dumps_too(tmp_path):
     run = tmp_path / "run"
     assert not (run / "best").exists()
     assert load_batch(str(next(run.glob("nonfinite_step_*.safetensors")))).num_rows == 4
+
+
+def test_a_run_keeps_its_trainer_when_it_is_resumed(plain):
+    command = [sys.executable, "-m", "rlctl_cli.main", "train", "--resume", str(plain.path), "trainer.type=sft"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "keeps its trainer" in done.stderr
+    assert json.loads((plain.path / "manifest.json").read_text())["status"] == "done"
 
 
 def test_a_rollout_that_disagrees_with_the_trainer_stops_the_run(tmp_path, monkeypatch):

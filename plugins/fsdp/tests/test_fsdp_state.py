@@ -269,6 +269,10 @@ def test_models_that_cannot_be_had_are_errors_with_a_remedy(tmp_path) -> None:
     with pytest.raises(EngineError, match="lacks weights") as error:
         build_engine({"path": str(tmp_path)})
     assert "up_proj" in str(error.value)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(EngineError, match="cannot be loaded"):
+        build_engine({"path": str(tmp_path)})
 
 
 def test_what_the_backend_lacks_is_refused_by_name(monkeypatch) -> None:

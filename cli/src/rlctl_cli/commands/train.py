@@ -83,6 +83,17 @@ def train(
     from rlctl.config.load import load_config
 
     resolved = load_config(source, overrides, given, plugins, notice)
+    if resume_path is not None:
+        from rlctl.rundir import RunDirectory
+
+        kind = RunDirectory.open(resume_path).manifest().get("kind")
+        if kind not in (None, resolved.config.trainer.type):
+            raise UsageError(
+                "a run keeps its trainer when it is resumed",
+                found=f"trainer.type={resolved.config.trainer.type}",
+                wanted=str(kind),
+                next=f"start a new run with --model {resume_path / 'export'}",
+            )
     if resume_path is None and resolved.config.trainer.resume_mode == "auto":
         if run_dir is None:
             raise UsageError(

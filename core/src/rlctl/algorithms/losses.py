@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from rlctl.algorithms.kl import kl_estimate
-from rlctl.algorithms.policy_losses import vanilla_policy_loss
+from rlctl.algorithms.policy_losses import POLICY_LOSSES
 from rlctl.batch import PackedBatch
 from rlctl.config.schema import ActorConfig
 from rlctl.logits import LogitsReader, LossOutput
@@ -34,7 +34,7 @@ class PolicyLoss:
         field = {k: v.to(device) for k, v in batch.items.items()}
         weight, mask, advantages = field["item_weight"], field["loss_mask"].bool(), field["advantages"]
         old = field.get("old_log_probs", log_probs.detach())
-        policy = vanilla_policy_loss(
+        policy = POLICY_LOSSES[cfg.policy_loss.loss_mode](
             log_probs,
             old,
             advantages,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rlctl.algorithms.advantages import grpo_advantages
+from rlctl.algorithms.advantages import ADVANTAGES
 from rlctl.batch import PackedBatch, pack
 from rlctl.data.prompts import PromptEncoder
 from rlctl.data.rewards import RewardScorer
@@ -85,7 +85,9 @@ class RLTrainer:
         with timer("adv"):
             batch, groups = self.pack(rollout)
             scores = torch.tensor(rollout.scores, dtype=torch.float32)
-            advantages = grpo_advantages(scores, groups, norm_by_std=config.algorithm.norm_adv_by_std_in_grpo)
+            advantages = ADVANTAGES[config.algorithm.adv_estimator](
+                scores, groups, norm_by_std=config.algorithm.norm_adv_by_std_in_grpo
+            )
             batch = batch.with_items(advantages=advantages[batch.row_ids()])
         with self.context.reporter.phase("update", None):
             metrics = self.update(batch, advantages, step, timer)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -113,7 +114,7 @@ def build_whole(model: Mapping[str, Any], seed: int) -> PreTrainedModel:
                 trust_remote_code=bool(model.get("trust_remote_code")),
                 output_loading_info=True,
             )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _load_error(path, error) from error
     loaded, info = result
     missing = sorted(info["missing_keys"])

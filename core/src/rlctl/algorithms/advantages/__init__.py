@@ -4,4 +4,7 @@ from __future__ import annotations
 
 from rlctl.algorithms.advantages.grpo import grpo_advantages
 
-__all__ = ["grpo_advantages"]
+ADVANTAGES = {"grpo": grpo_advantages}
+"""``algorithm.adv_estimator`` -> estimator."""
+
+__all__ = ["ADVANTAGES", "grpo_advantages"]
