@@ -80,7 +80,7 @@ def write_hf_directory(
         export.finish(tokenizer)
         files.publish_directory(beside, dest)
     except Exception as error:
-        if isinstance(error, RlctlError) or not _is_disk_error(error):
+        if isinstance(error, RlctlError) or not files.is_disk_error(error):
             raise
         raise CheckpointError(
             f"the weights were not written to {dest}",
@@ -301,7 +301,3 @@ def _write_description(folder: Path, config: PretrainedConfig, model: Any, token
     if source is not None and getattr(config, "auto_map", None) and Path(source).is_dir():
         for code in Path(source).glob("*.py"):
             shutil.copyfile(code, folder / code.name)
-
-
-def _is_disk_error(error: Exception) -> bool:
-    return isinstance(error, OSError) or type(error).__name__ == "SafetensorError"

@@ -202,3 +202,9 @@ def _object(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
         return None
     return row if isinstance(row, dict) else None
+
+
+def is_disk_error(error: BaseException) -> bool:
+    """True for what writing raises when the disk refuses. safetensors has an error of its own, known by name: it is no
+    dependency of core."""
+    return isinstance(error, OSError) or type(error).__name__ == "SafetensorError"

@@ -27,14 +27,34 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def stop_signals() -> Iterator[None]:
-    """Inside, every stop signal raises :class:`Interrupted` in the main thread. A signal that was ignored stays so
-    (``nohup``). In another thread, where Python allows no handlers, nothing changes."""
+    """Inside, the first stop signal raises :class:`Interrupted` in the main thread; later ones are overheard, and after
+    :data:`PATIENCE` of them the next one kills.
+
+    A signal that was ignored stays so (``nohup``). In another thread, where Python allows no handlers, nothing changes.
+    After an interruption the handlers stay: the process is on its way out, and an impatient second signal must neither
+    cut off what is still written nor end in a traceback of the interpreter's last steps.
+    """
+    seen = 0
 
     def stop(signum: int, frame: object) -> None:
-        raise Interrupted(signum)
+        nonlocal seen
+        seen += 1
+        if seen == 1:
+            raise Interrupted(signum)
+        if seen > 1 + PATIENCE:
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
 
-    with _handled(stop):
+    before = _install(stop)
+    try:
         yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        _put_back(before)
+        raise
+    else:
+        _put_back(before)
 
 
 @contextmanager
@@ -56,16 +76,25 @@ def shielded() -> Iterator[None]:
 
 @contextmanager
 def _handled(handler: Any) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
+    before = _install(handler)
+    try:
         yield
-        return
+    finally:
+        _put_back(before)
+
+
+def _install(handler: Any) -> dict[signal.Signals, Any]:
+    """Handle every stop signal that is not ignored; returns what was there before."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
     before = {s: signal.getsignal(s) for s in STOP_SIGNALS}
     # None: a handler that was not installed from Python, which could not be put back.
     ours = {s: old for s, old in before.items() if old is not signal.SIG_IGN and old is not None}
     for number in ours:
         signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for number, old in ours.items():
-            signal.signal(number, old)
+    return ours
+
+
+def _put_back(before: dict[signal.Signals, Any]) -> None:
+    for number, old in before.items():
+        signal.signal(number, old)

@@ -83,6 +83,10 @@ def train(
     from rlctl.config.load import load_config
 
     resolved = load_config(source, overrides, given, plugins, notice)
+    # From metadata alone: what is not installed is said here, before a trainer imports it.
+    require_backend(resolved.config.actor.backend, BackendKind.TRAIN, plugins)
+    if resolved.config.trainer.type == "rl":
+        require_backend(resolved.config.rollout.backend, BackendKind.ROLLOUT, plugins)
     if resume_path is not None:
         from rlctl.rundir import RunDirectory
 

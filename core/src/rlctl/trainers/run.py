@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from rlctl import files
 from rlctl.batch import save_batch
 from rlctl.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
@@ -204,7 +202,7 @@ class Runner:
 
     def _directory_fault(self, error: BaseException) -> CheckpointError | None:
         """The error to show for one that comes from the disk under the run directory; None for any other."""
-        if not isinstance(error, (OSError, SafetensorError)):
+        if not files.is_disk_error(error):
             return None
         path = self.run.path
         what, cause = f"the run directory {path} cannot be written", files.disk_fault(error)
@@ -228,7 +226,10 @@ class Runner:
             else:
                 text = str(error) if isinstance(error, RlctlError) else f"{type(error).__name__}: {error}"
                 self.run.finish("failed", error=text, last_step=result.steps)
-        except (OSError, SafetensorError, CheckpointError) as second:  # a full disk; the first error is the one to show
+        except Exception as second:
+            if not isinstance(second, CheckpointError) and not files.is_disk_error(second):
+                raise
+            # A full disk; the first error is the one to show.
             self.reporter.message(f"how the run ended could not be written: {second}")
 
     def _loop(self, trainer: RLTrainer | SFTTrainer, result: RunResult) -> None:
