@@ -71,17 +71,26 @@ class PackedBatch:
 
     def select(self, indices: Sequence[int]) -> PackedBatch:
         """The rows ``indices`` in that order, as a batch of their own."""
-        starts = self.cu_seqlens.tolist()
-        spans = [torch.arange(starts[i], starts[i + 1]) for i in indices]
-        flat = torch.cat(spans) if spans else torch.empty(0, dtype=torch.long)
         index = torch.as_tensor(list(indices), dtype=torch.long)
-        lengths = torch.tensor([len(s) for s in spans], dtype=torch.long)
+        lengths = (self.cu_seqlens[1:] - self.cu_seqlens[:-1])[index]
         cu = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+        # Item t of the result lies (t - start of its row there) behind the start of its row here.
+        flat = torch.arange(int(cu[-1])) + torch.repeat_interleave(self.cu_seqlens[:-1][index] - cu[:-1], lengths)
         return replace(
             self,
             cu_seqlens=cu,
             items={k: v[flat] for k, v in self.items.items()},
             rows={k: v[index] for k, v in self.rows.items()},
+        )
+
+    def slice_rows(self, start: int, stop: int) -> PackedBatch:
+        """The consecutive rows ``start`` to ``stop``, as views of this batch's memory."""
+        first, last = int(self.cu_seqlens[start]), int(self.cu_seqlens[stop])
+        return replace(
+            self,
+            cu_seqlens=self.cu_seqlens[start : stop + 1] - first,
+            items={k: v[first:last] for k, v in self.items.items()},
+            rows={k: v[start:stop] for k, v in self.rows.items()},
         )
 
     def with_items(self, **fields: torch.Tensor) -> PackedBatch:

@@ -135,6 +135,42 @@ def device_name(device: DeviceLike) -> str:
     return platform.processor() or platform.machine()
 
 
+_COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+
+
+def collective_backend(device: DeviceLike) -> str:
+    """What ``torch.distributed`` takes as its backend for this device: gloo carries what lies on the host.
+
+    Raises:
+        CapabilityError: no collective library is known for the device.
+    """
+    kind = _type_of(device)
+    if kind not in _COLLECTIVES:
+        raise CapabilityError(
+            "no collectives are known for this device", found=kind, wanted="one of " + ", ".join(_COLLECTIVES)
+        )
+    return _COLLECTIVES[kind]
+
+
+def set_device(device: DeviceLike, local_rank: int) -> None:
+    """Make the ``local_rank``-th device of its type the current one. Nothing to do on a CPU.
+
+    Raises:
+        CapabilityError: this process sees fewer devices.
+    """
+    if _type_of(device) == "cpu":
+        return
+    seen = device_count(device)
+    if local_rank >= seen:
+        raise CapabilityError(
+            f"local rank {local_rank} has no {_type_of(device)} device of its own",
+            found=f"{seen} visible",
+            wanted=f"at least {local_rank + 1} on this host",
+            next=f"--nproc {seen}, or trainer.device=cpu",
+        )
+    _runtime(_type_of(device)).set_device(local_rank)
+
+
 def synchronize(device: DeviceLike) -> None:
     """Wait for all work queued on the device. Nothing to do on a CPU."""
     if _type_of(device) != "cpu":

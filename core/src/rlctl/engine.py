@@ -165,14 +165,10 @@ class Engine:
         lengths = batch.lengths
         bound = plan.max_tokens
         longest = max(lengths, default=0)
-        scored_first = _rows_scored_from_the_start(batch)
+        scored_first = rows_scored_from_the_start(batch)
         worst, any_scored_first = self.reduce([longest, len(scored_first)], "max")
         if any_scored_first:
-            raise BatchError(
-                "the loss mask covers the first token of a row, which nothing predicts",
-                found=f"rows {', '.join(map(str, scored_first[:8]))}" if scored_first else "a row of another rank",
-                wanted="loss_mask False on the first token of each row",
-            )
+            raise _scored_first_error(scored_first)
         if bound is not None and worst > bound >= longest:
             raise BatchError(
                 "another rank has a row longer than a micro-batch may be",
@@ -332,7 +328,25 @@ class Engine:
         return self._answer("rlctl_weight_fingerprint", self._hooks.rlctl_weight_fingerprint(names=names))
 
 
-def _rows_scored_from_the_start(batch: PackedBatch) -> list[int]:
+def check_first_items(batch: PackedBatch) -> None:
+    """Refuse rows that score their first token.
+
+    Raises:
+        BatchError: names their indices.
+    """
+    if rows := rows_scored_from_the_start(batch):
+        raise _scored_first_error(rows)
+
+
+def _scored_first_error(rows: Sequence[int]) -> BatchError:
+    return BatchError(
+        "the loss mask covers the first token of a row, which nothing predicts",
+        found=f"rows {', '.join(map(str, rows[:8]))}" if rows else "a row of another rank",
+        wanted="loss_mask False on the first token of each row",
+    )
+
+
+def rows_scored_from_the_start(batch: PackedBatch) -> list[int]:
     """Rows whose first token is in the loss mask; none for batches that are not made of tokens."""
     if "input_ids" not in batch.items or "loss_mask" not in batch.items or batch.num_rows == 0:
         return []

@@ -24,6 +24,8 @@ class SamplingParams:
         stop_token_ids: further token ids that end a row, beside the model's end-of-sequence ids.
         seed: row ``i`` of the request (prompt-major) samples from its own stream derived from (seed, i), so a row's
             tokens do not depend on what else is in the batch. None takes a fresh seed.
+        row_offset: number of the request's first row in those streams. A part of a larger request, on one of several
+            replicas, then samples what the whole request would.
     """
 
     n: int = 1
@@ -35,6 +37,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
+    row_offset: int = 0
 
 
 @dataclass(frozen=True)

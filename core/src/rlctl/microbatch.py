@@ -7,10 +7,10 @@ do not. So planning has two steps: :func:`min_count` on each rank, an agreement 
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlctl.balance import karmarkar_karp
 from rlctl.errors import BatchError
 
 
@@ -62,16 +62,6 @@ def _first_fit_decreasing(lengths: Sequence[int], bound: int) -> list[list[int]]
     return [rows for _, rows in bins]
 
 
-def _balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
-    heap = [(0, b) for b in range(count)]
-    bins: list[list[int]] = [[] for _ in range(count)]
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        load, b = heapq.heappop(heap)
-        bins[b].append(i)
-        heapq.heappush(heap, (load + lengths[i], b))
-    return bins
-
-
 def min_count(lengths: Sequence[int], plan: MicroBatchPlan) -> int:
     """Micro-batches that this rank needs: as few as first-fit-decreasing finds (0 without rows).
 
@@ -96,7 +86,7 @@ def assign(lengths: Sequence[int], plan: MicroBatchPlan, count: int, multiple_of
         bins = [list(range(s, min(s + plan.max_rows, len(lengths)))) for s in range(0, len(lengths), plan.max_rows)]
     else:
         assert plan.max_tokens is not None
-        bins = _balanced(lengths, count)
+        bins = karmarkar_karp(lengths, count)
         if any(sum(lengths[i] for i in rows) > plan.max_tokens for rows in bins):
             bins = _first_fit_decreasing(lengths, plan.max_tokens)
         bins = [sorted(rows) for rows in bins]

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -76,22 +77,40 @@ def sync_weights(
             yield name, tensor
 
     result = rollout.load_weights(outgoing(), version)
-    not_loaded = sorted(set(sent) - set(result["loaded"]))
-    if not_loaded or result.get("missing"):
+    check_coverage(sent, result, version)
+    if verify:
+        check_fingerprints(sent, rollout.weight_fingerprint(list(sent)), version)
+    return SyncReport(version, "copy", len(sent), num_bytes, time.perf_counter() - start)
+
+
+def check_coverage(sent: Mapping[str, str], answer: Mapping[str, Any], version: int) -> None:
+    """Compare what was sent with what ``rlctl_load_weights`` answered.
+
+    Raises:
+        GuardError: a tensor was not taken, or one was never sent.
+    """
+    not_loaded = sorted(set(sent) - set(answer["loaded"]))
+    missing = list(answer.get("missing", []))
+    if not_loaded or missing:
         raise GuardError(
             f"weight sync {version} does not cover the rollout model",
-            found=f"not taken: {', '.join(not_loaded[:5]) or 'none'}; never sent: {', '.join(result.get('missing', [])[:5]) or 'none'}",
+            found=f"not taken: {', '.join(not_loaded[:5]) or 'none'}; never sent: {', '.join(missing[:5]) or 'none'}",
             wanted="every tensor of the model exactly once",
             next="compare model.path of actor and rollout; `rlctl doctor` lists versions",
         )
-    if verify:
-        served = rollout.weight_fingerprint(list(sent))
-        differing = [name for name, value in sent.items() if served.get(name) != value]
-        if differing:
-            raise GuardError(
-                f"weight sync {version}: the rollout engine serves other weights than were sent",
-                found=f"{len(differing)} of {len(sent)} tensors differ, first {differing[0]}",
-                wanted="equal fingerprints",
-                next="set guards.weight_fingerprint=false only if the rollout engine converts weights on purpose",
-            )
-    return SyncReport(version, "copy", len(sent), num_bytes, time.perf_counter() - start)
+
+
+def check_fingerprints(sent: Mapping[str, str], served: Mapping[str, str], version: int) -> None:
+    """Compare the fingerprints of what was sent with those of what is served.
+
+    Raises:
+        GuardError: they differ.
+    """
+    differing = [name for name, value in sent.items() if served.get(name) != value]
+    if differing:
+        raise GuardError(
+            f"weight sync {version}: the rollout engine serves other weights than were sent",
+            found=f"{len(differing)} of {len(sent)} tensors differ, first {differing[0]}",
+            wanted="equal fingerprints",
+            next="set guards.weight_fingerprint=false only if the rollout engine converts weights on purpose",
+        )

@@ -120,3 +120,20 @@ def resolve(world_size: int, axes: Mapping[str, int]) -> Topology:
         shard = world_size // others
     sp = bool(sizes.pop("sp", False))
     return Topology(world_size=world_size, dp_shard=shard, sp=sp, **sizes)
+
+
+def resolve_rollout(world_size: int, axes: Mapping[str, int]) -> Topology:
+    """Build the topology of a rollout engine: ranks that no model parallel axis takes are replicas (``dp_replicate``).
+
+    Weights of a rollout are not sharded over data parallel ranks, so ``dp_shard`` -1 comes to 1 here.
+
+    Raises:
+        CapabilityError: as :func:`resolve`.
+    """
+    shard = int(axes.get("dp_shard", -1))
+    others = {k: v for k, v in axes.items() if k not in ("dp_shard", "dp_replicate")}
+    taken = prod(int(others.get(name, 1)) for name in _ORDER if not name.startswith("dp_")) * max(shard, 1)
+    replicas = int(axes.get("dp_replicate", 1))
+    if replicas == 1 and shard == -1 and world_size % taken == 0:
+        replicas = world_size // taken
+    return resolve(world_size, {**others, "dp_shard": max(shard, 1), "dp_replicate": replicas})

@@ -1,0 +1,42 @@
+"""The process group of a worker group. The worker owns it: engines come and go, and find it there."""
+
+from __future__ import annotations
+
+import datetime
+
+from rlctl import device as devices
+from rlctl.device import Device
+from rlctl.runtime.records import Boot
+
+
+def join(boot: Boot, device: Device) -> None:
+    """Make this rank a member of its group's process group, once. Nothing to do for one rank.
+
+    Collective: every rank of the group calls it.
+    """
+    if boot.world_size == 1:
+        return
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        assert dist.get_world_size() == boot.world_size, (dist.get_world_size(), boot.world_size)
+        return
+    devices.set_device(device, boot.local_rank)
+    assert boot.store, "the transport says where the ranks meet"
+    dist.init_process_group(
+        devices.collective_backend(device),
+        init_method=boot.store,
+        rank=boot.rank,
+        world_size=boot.world_size,
+        timeout=datetime.timedelta(seconds=boot.collective_timeout_s),
+    )
+
+
+def leave(boot: Boot) -> None:
+    """Destroy the process group that :func:`join` made."""
+    if boot.world_size == 1:
+        return
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,289 @@
+"""An engine as the controller sees it: the facade's methods, over every rank of a worker group.
+
+The controller holds whole batches. Weights of items come from the whole mini-batch before it is split, so ranks only add
+up; what every rank must agree on (loss, grad norm) is compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlctl.balance import seqlen_metrics, split_rows
+from rlctl.batch import PackedBatch, padding_like
+from rlctl.config.schema import ModelConfig
+from rlctl.engine import EngineInfo, MeshInfo, TrainOutput, check_first_items
+from rlctl.errors import GuardError
+from rlctl.generation import Completion, GenerateRequest, ScoreRequest, TokenScores
+from rlctl.logits import LossFn
+from rlctl.microbatch import MicroBatchPlan, check_lengths
+from rlctl.normalizer import item_weights
+from rlctl.normalizer_modes import LossAggMode
+from rlctl.runtime.dispatch import restore_order
+from rlctl.runtime.group import WorkerGroup
+from rlctl.runtime.records import BuildSpec, RankPlace
+from rlctl.sync import SyncReport, check_coverage, check_fingerprints
+
+_AGREE = 1e-6
+"""Relative difference between replicas' reports of one reduced number."""
+_BUCKET_BYTES = 256 * 2**20
+
+
+class RemoteEngine:
+    """One engine of a worker group. Built by :meth:`build`.
+
+    Args:
+        balance: split rows over dp ranks by tokens; else in order.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        spec: BuildSpec,
+        places: Sequence[RankPlace],
+        info: EngineInfo,
+        *,
+        balance: bool = True,
+    ) -> None:
+        self.group = group
+        self.role = spec.role
+        self.name = spec.backend
+        self.axes = dict(spec.axes)
+        self.places = tuple(places)
+        self.info = info
+        self.dp_size = places[0].dp_size
+        self.mesh = MeshInfo(world_size=group.world_size, device=places[0].device)
+        self._balance = balance
+
+    @classmethod
+    def build(cls, group: WorkerGroup, spec: BuildSpec, *, balance: bool = True) -> RemoteEngine:
+        """Build ``spec`` on every rank of ``group``."""
+        built = group.build(spec)
+        return cls(group, spec, [b.place for b in built], built[0].info, balance=balance)
+
+    # ---- training ---------------------------------------------------------------------------------------------
+    def reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
+        """The controller has whole batches already: identity. It stands in where an engine's ``reduce`` is asked for."""
+        return list(values)
+
+    def train_batch(
+        self,
+        batch: PackedBatch,
+        loss_fn: LossFn,
+        plan: MicroBatchPlan,
+        agg_mode: LossAggMode | str = LossAggMode.TOKEN_MEAN,
+        norm_length: int | None = None,
+    ) -> TrainOutput:
+        """One optimizer step on one whole mini-batch; see :meth:`rlctl.engine.Engine.train_batch`.
+
+        Raises:
+            BatchError: a row is over the token bound (its index in ``batch`` is named), or scores its first token.
+            GuardError: the replicas report different numbers.
+        """
+        batch = self._ready(batch, plan, agg_mode, norm_length)
+        parts, _ = self._split(batch)
+        arguments = [(self.role, part, loss_fn, plan, agg_mode, norm_length) for part in parts]
+        outputs: list[TrainOutput] = self.group.call_nd(
+            "train_batch", self.places, arguments, doing=self._doing("train_batch", batch)
+        )
+        first = outputs[0]
+        self._agree("loss", [o.loss for o in outputs])
+        self._agree("grad norm", [o.step.grad_norm for o in outputs])
+        self._agree("number of micro-batches", [float(o.num_micro_batches) for o in outputs])
+        return first
+
+    def eval_loss(
+        self,
+        batch: PackedBatch,
+        loss_fn: LossFn,
+        plan: MicroBatchPlan,
+        agg_mode: LossAggMode | str = LossAggMode.TOKEN_MEAN,
+        norm_length: int | None = None,
+    ) -> tuple[float, dict[str, float]]:
+        """The loss of one mini-batch without gradients: (loss, sums)."""
+        batch = self._ready(batch, plan, agg_mode, norm_length)
+        parts, _ = self._split(batch)
+        arguments = [(self.role, part, loss_fn, plan, agg_mode, norm_length) for part in parts]
+        outputs = self.group.call_nd("eval_loss", self.places, arguments, doing=self._doing("eval_loss", batch))
+        self._agree("loss", [loss for loss, _ in outputs])
+        return outputs[0]
+
+    def infer_batch(
+        self, batch: PackedBatch, plan: MicroBatchPlan, want: Sequence[str] = ("log_probs",)
+    ) -> dict[str, torch.Tensor]:
+        """Score known sequences: ``{name: [N] float32}`` in the order of ``batch``."""
+        self._check(batch, plan)
+        parts, indices = self._split(batch)
+        arguments = [(self.role, part, plan, tuple(want)) for part in parts]
+        outputs = self.group.call_nd("infer_batch", self.places, arguments, doing=self._doing("infer_batch", batch))
+        if self.dp_size == 1:
+            return dict(outputs[0])
+        result: dict[str, torch.Tensor] = {}
+        for name in want:
+            per_row = [
+                part.split_items(out[name]) if rows else []
+                for part, out, rows in zip(parts, outputs, indices, strict=True)
+            ]
+            result[name] = torch.cat(restore_order(indices, per_row, batch.num_rows))
+        return result
+
+    def seqlen_metrics(self, batch: PackedBatch) -> dict[str, float]:
+        """``global_seqlen/*`` of a batch as it would be split; empty on one replica."""
+        if self.dp_size == 1:
+            return {}
+        return seqlen_metrics(batch.lengths, split_rows(batch.lengths, self.dp_size, balance=self._balance))
+
+    def _ready(
+        self, batch: PackedBatch, plan: MicroBatchPlan, agg_mode: LossAggMode | str, norm_length: int | None
+    ) -> PackedBatch:
+        self._check(batch, plan)
+        if "item_weight" in batch.items:
+            return batch
+        return batch.with_items(item_weight=item_weights(batch, agg_mode, norm_length=norm_length))
+
+    def _check(self, batch: PackedBatch, plan: MicroBatchPlan) -> None:
+        """Refuse bad rows here, by their index in the whole batch, before any rank starts."""
+        if plan.max_tokens is not None:
+            plan = MicroBatchPlan(max_tokens=plan.max_tokens * self.places[0].token_multiplier)
+        check_lengths(batch.lengths, plan)
+        check_first_items(batch)
+
+    def _split(self, batch: PackedBatch) -> tuple[list[PackedBatch], list[list[int]]]:
+        """Rows by dp rank, and their indices; a replica without rows gets zero-weight padding."""
+        if self.dp_size == 1:
+            return [batch], [list(range(batch.num_rows))]
+        indices = split_rows(batch.lengths, self.dp_size, balance=self._balance)
+        if batch.is_padding:
+            return [batch] * self.dp_size, indices
+        ordered = batch.select([row for rows in indices for row in rows])
+        parts: list[PackedBatch] = []
+        start = 0
+        for rows in indices:
+            parts.append(ordered.slice_rows(start, start + len(rows)) if rows else padding_like(batch))
+            start += len(rows)
+        return parts, indices
+
+    def _agree(self, what: str, values: Sequence[float]) -> None:
+        reference = values[0]
+        for dp_rank, value in enumerate(values):
+            same = value == reference or (math.isnan(value) and math.isnan(reference))
+            if not same and not math.isclose(value, reference, rel_tol=_AGREE, abs_tol=1e-12):
+                raise GuardError(
+                    f"the replicas of {self.role} report different values of the {what}",
+                    found=f"{reference!r} on dp rank 0, {value!r} on dp rank {dp_rank}",
+                    wanted="one value: it is reduced over all of them",
+                    next=f"rlctl verify --backend {self.name} with this topology shows what differs",
+                )
+
+    def _doing(self, method: str, batch: PackedBatch) -> str:
+        return (
+            f"{method} of {self.role} with {batch.num_rows} rows and {batch.num_items} tokens over {self.dp_size} "
+            f"data parallel {'rank' if self.dp_size == 1 else 'ranks'}"
+        )
+
+    # ---- rollout ----------------------------------------------------------------------------------------------
+    def generate(self, request: GenerateRequest, on_progress: Callable[[int], None] | None = None) -> list[Completion]:
+        """Sample completions, prompt-major; see ``rlctl_generate``. A row samples the same whatever replica it is on.
+
+        Args:
+            on_progress: told how many completions have finished since it was told last.
+        """
+        n = request.params.n
+        pieces = split_rows([1] * len(request.prompts), self.dp_size, balance=False)
+        arguments = [
+            (self.role, self._piece(request, rows[0] if rows else 0, len(rows)), on_progress is not None)
+            for rows in pieces
+        ]
+        doing = f"generate of {self.role}, {len(request.prompts)} prompts x {n} samples over {self.dp_size} replicas"
+        answers: list[list[Completion]] = self.group.call_nd(
+            "generate", self.places, arguments, doing=doing, on_event=on_progress
+        )
+        out: list[Completion] = []
+        for rows, completions in zip(pieces, answers, strict=True):
+            assert len(completions) == len(rows) * n, (len(completions), len(rows), n)
+            first = rows[0] if rows else 0
+            out += [replace(c, prompt_index=c.prompt_index + first) if first else c for c in completions]
+        return out
+
+    def _piece(self, request: GenerateRequest, first: int, count: int) -> GenerateRequest:
+        params = request.params
+        offset = params.row_offset + first * params.n
+        return GenerateRequest(request.prompts[first : first + count], replace(params, row_offset=offset))
+
+    def score(self, request: ScoreRequest) -> list[TokenScores]:
+        """Log-probs (and top-k) of given tokens under the engine's own weights."""
+        lengths = [len(s) for s in request.sequences]
+        pieces = split_rows(lengths, self.dp_size, balance=self._balance)
+        arguments = [(self.role, replace(request, sequences=[request.sequences[i] for i in rows])) for rows in pieces]
+        doing = f"score of {self.role}, {len(lengths)} sequences"
+        answers = self.group.call_nd("score", self.places, arguments, doing=doing)
+        return restore_order(pieces, answers, len(lengths))
+
+    def release(self, *parts: str) -> bool:
+        return all(self.group.call("release", self.role, parts))
+
+    def resume(self, *parts: str) -> bool:
+        return all(self.group.call("resume", self.role, parts))
+
+    # ---- weights and state ------------------------------------------------------------------------------------
+    def sync_to(
+        self, rollout: RemoteEngine, version: int, *, share: bool, verify: bool, dtype: str | None
+    ) -> SyncReport:
+        """Make ``rollout`` serve this engine's weights.
+
+        In one pool each rank hands over to its own rollout engine; between pools the weights travel in buckets.
+
+        Raises:
+            GuardError: a name was not loaded, or a fingerprint differs.
+        """
+        if rollout.group is self.group:
+            reports: list[SyncReport] = self.group.call("sync", self.role, rollout.role, version, share, verify, dtype)
+            return reports[0]
+        return _stream(self, rollout, version, verify=verify, dtype=dtype)
+
+    def export_directory(self, dest: Path, model: ModelConfig, dtype: str | None = None) -> None:
+        """Write the weights as a Hugging Face directory; rank 0 writes, so ``dest`` must be a place that it sees."""
+        self.group.call("export_directory", self.role, model, dest, dtype)
+
+    def save_state(self, path: Path) -> None:
+        """Every rank writes its part below ``path``, which all ranks must see."""
+        self.group.call("save_state", self.role, path)
+
+    def load_state(self, path: Path) -> None:
+        self.group.call("load_state", self.role, path)
+
+    def move(self, device: str, *parts: str) -> None:
+        self.group.call("move", self.role, device, parts)
+
+    def memory(self) -> dict[str, float]:
+        """Peak memory in GiB: the largest over the ranks."""
+        found: list[Mapping[str, float]] = self.group.call("memory")
+        return {name: max(m[name] for m in found) for name in found[0]}
+
+    def shutdown(self) -> None:
+        self.group.call("drop", self.role)
+
+
+def _stream(source: RemoteEngine, target: RemoteEngine, version: int, *, verify: bool, dtype: str | None) -> SyncReport:
+    import time
+
+    start = time.perf_counter()
+    num_bytes = 0
+    source.group.call("export_open", source.role, dtype, verify)
+    target.group.call("load_open", target.role, version)
+    while bucket := source.group.call("export_next", source.role, _BUCKET_BYTES)[0]:
+        num_bytes += sum(t.numel() * t.element_size() for t in bucket.values())
+        target.group.call("load_next", target.role, bucket)
+    sent: dict[str, str] = source.group.call("export_close", source.role)[0]
+    answers: list[dict[str, Any]] = target.group.call("load_close", target.role)
+    for answer in answers:
+        check_coverage(sent, answer, version)
+    if verify:
+        for served in target.group.call("fingerprint", target.role, tuple(sent)):
+            check_fingerprints(sent, served, version)
+    return SyncReport(version, "buckets", len(sent), num_bytes, time.perf_counter() - start)
