@@ -105,7 +105,8 @@ class EngineSpecs:
         """Build module, optimizer and schedule. With ``forward_only`` neither optimizer nor schedule exists.
 
         ``model``: the ``model`` section as a dict (path, config, init, dtype ...) and ``seed``, from which random weights
-        are drawn. ``optimizer``: the ``optim`` section; AdamW without AMSGrad, its rate by :func:`rlctl.schedule.lr_factor`.
+        are drawn. ``optimizer``: the ``optim`` section; ``name`` is ``adamw`` (without AMSGrad) or ``sgd`` (no momentum), and
+        an engine refuses with ConfigError what it has not; the rate goes by :func:`rlctl.schedule.lr_factor`.
         """
 
     @hookspec(firstresult=True)

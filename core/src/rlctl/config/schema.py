@@ -94,11 +94,15 @@ class ParallelConfig(Strict):
 
 
 class OptimConfig(Strict):
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
+    name: Literal["adamw", "sgd"] = Field(
+        default="adamw",
+        description="adamw, or plain gradient descent (no momentum), whose update is linear in the gradient: for measuring.",
+    )
     lr: PositiveFloat = Field(default=1e-6, description="Learning rate after the warm-up.")
-    betas: tuple[Momentum, Momentum] = Field(default=(0.9, 0.999), description="Decay of the two moments.")
-    eps: PositiveFloat = Field(default=1e-8, description="Added to the root of the second moment.")
+    betas: tuple[Momentum, Momentum] = Field(default=(0.9, 0.999), description="Decay of AdamW's two moments.")
+    eps: PositiveFloat = Field(default=1e-8, description="Added to the root of AdamW's second moment.")
     weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay.")
     clip_grad: float = Field(default=1.0, ge=0, description="Largest gradient norm; 0 switches clipping off.")
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = Field(

@@ -1,4 +1,4 @@
-"""AdamW, clipping and the step."""
+"""The optimizer, clipping and the step."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rlctl.engine import StepOutput
-from rlctl.errors import EngineError
+from rlctl.errors import ConfigError, EngineError
 from rlctl.schedule import lr_factor
 
 
 class Stepper:
     """Optimizer, schedule and clipping of one model.
 
-    Weight decay falls on matrices only: biases and norm weights (one dimension) have none, as in AdamW's usual use.
+    Weight decay falls on matrices only: biases and norm weights (one dimension) have none, as in AdamW's usual use. ``sgd``
+    has no momentum, so that its update is linear in the gradient.
 
     Args:
         parameters: name -> trainable parameter.
         settings: the ``optim`` section.
 
     Raises:
-        ConfigError: the schedule does not know its length.
+        ConfigError: the schedule does not know its length, or an optimizer that this backend has not.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: Mapping[str, Any]) -> None:
@@ -37,7 +38,7 @@ class Stepper:
         wide = [p for p in self.parameters.values() if p.ndim > 1]
         narrow = [p for p in self.parameters.values() if p.ndim <= 1]
         groups = [{"params": wide, "weight_decay": decay}, {"params": narrow, "weight_decay": 0.0}]
-        self.optimizer = _adamw([g for g in groups if g["params"]], settings)
+        self.optimizer = _optimizer([g for g in groups if g["params"]], settings)
 
     @property
     def lr(self) -> float:
@@ -75,6 +76,15 @@ class Stepper:
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _optimizer(groups: list[dict[str, Any]], settings: Mapping[str, Any]) -> torch.optim.Optimizer:
+    name = settings.get("name", "adamw")
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=float(settings.get("lr", 1e-6)))
+    if name != "adamw":
+        raise ConfigError("unknown optimizer", found=f"optim.name {name}", wanted="adamw or sgd")
+    return _adamw(groups, settings)
 
 
 def _adamw(groups: list[dict[str, Any]], settings: Mapping[str, Any]) -> torch.optim.AdamW:
