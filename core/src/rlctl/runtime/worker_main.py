@@ -1,0 +1,127 @@
+"""The process of one rank: started by :mod:`rlctl.runtime.transports.process`, it takes calls and answers them.
+
+It never outlives its controller: a thread reads the socket, and when the controller's end closes, however that came
+about, the process ends at once with all that it started. (``SIGKILL`` on the parent's death covers a main thread that
+holds the interpreter's lock.) Nothing heavy is imported before that thread runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import queue
+import shutil
+import signal
+import socket
+import sys
+import threading
+import traceback
+from typing import Any
+
+from rlctl.runtime import phases, wire
+from rlctl.runtime.channel import Frame, FrameReader, FrameWriter, pack
+from rlctl.runtime.failures import error_record
+from rlctl.runtime.launch import MARKER, Launch, Stop
+from rlctl.runtime.processes import kill_marked
+from rlctl.runtime.records import Call, Event, Raised, Result
+from rlctl.runtime.status_board import open_board
+
+_PR_SET_PDEATHSIG = 1
+START_UP = 0
+"""The call id of what goes wrong before the first call."""
+
+
+class Line:
+    """This rank's end of the socket."""
+
+    def __init__(self, sock: socket.socket, scratch: str) -> None:
+        self.frames: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+        self.allowed: tuple[str, ...] = wire.ALLOWED
+        self._scratch = scratch
+        self._reader = FrameReader(sock)
+        self._writer = FrameWriter(sock)
+        self._lock = threading.Lock()
+        threading.Thread(target=self._read, name="rlctl-reader", daemon=True).start()
+
+    def _read(self) -> None:
+        while not self._reader.closed:
+            for frame in self._reader.read():
+                self.frames.put(frame)
+        self._end()
+
+    def _end(self) -> None:
+        """The controller is gone: nobody waits for anything any more."""
+        kill_marked(os.environ.get(MARKER, ""))
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    def receive(self) -> Any:
+        header, tensors = self.frames.get().open()
+        return wire.decode(header, tensors, self.allowed)
+
+    def send(self, message: Any) -> None:
+        """From any thread."""
+        parcel = pack(*wire.encode(message, self.allowed))
+        with self._lock, contextlib.suppress(ConnectionError):  # the reader sees to that
+            self._writer.send(parcel)
+
+
+def main(pool: str, rank: int, descriptors: tuple[int, ...], parent: int, scratch: str) -> int:
+    """Serve until told to stop. Returns the exit code."""
+    sock, board, stacks = descriptors
+    faulthandler.enable()
+    # Kept open for as long as the process lives: it is written to from the signal's handler.
+    faulthandler.register(signal.SIGUSR1, file=os.fdopen(stacks, "w"), all_threads=True)
+    _die_with(parent)
+    line = Line(socket.socket(fileno=sock), scratch)
+    launch = line.receive()
+    assert isinstance(launch, Launch), launch
+    line.allowed = launch.allowed
+    phases.install_sink(open_board(board).write)
+    with phases.phase("start-up"):
+        try:
+            worker = _make(launch)
+        except BaseException as error:  # whatever keeps a rank from starting is told to the controller
+            traceback.print_exc()
+            line.send(Raised(rank, START_UP, error_record(error, traceback.format_exc(), phases.current())))
+            return 1
+    while isinstance(message := line.receive(), Call):
+        _serve(worker, message, rank, line)
+    assert isinstance(message, Stop), message
+    with phases.phase("shutting down"):
+        worker.shutdown()
+    return 0
+
+
+def _make(launch: Launch) -> Any:
+    kind = wire.resolve(launch.worker, (*launch.allowed, launch.worker.partition(":")[0]))
+    plugins = None
+    if launch.plugins:
+        from rlctl.plugins import load_plugins
+
+        plugins = load_plugins()
+    return kind(launch.boot, plugins, print)
+
+
+def _serve(worker: Any, call: Call, rank: int, line: Line) -> None:
+    try:
+        value = worker.run(call, lambda said: line.send(Event(rank, call.id, said)))
+        with phases.phase(f"answering {call.method}"):
+            line.send(Result(rank, call.id, value))
+    except BaseException as error:  # a rank's failure is the controller's to tell, an exit or interrupt included
+        traceback.print_exc()
+        line.send(Raised(rank, call.id, error_record(error, traceback.format_exc(), phases.current())))
+
+
+def _die_with(parent: int) -> None:
+    if parent and sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before that took effect
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    _pool, _rank, _numbers, _parent, _scratch = sys.argv[1:]
+    sys.exit(main(_pool, int(_rank), tuple(map(int, _numbers.split(","))), int(_parent), _scratch))
