@@ -17,10 +17,13 @@ plans = st.one_of(
 )
 
 
-@given(lengths_strategy, plans, st.integers(0, 5), st.integers(1, 4))
-def test_bound_rows_and_count(lengths: list[int], plan: MicroBatchPlan, more: int, multiple_of: int) -> None:
+@given(lengths_strategy, plans, st.integers(0, 5), st.integers(1, 4), st.data())
+def test_bound_rows_and_count(
+    lengths: list[int], plan: MicroBatchPlan, more: int, multiple_of: int, data: st.DataObject
+) -> None:
     count = min_count(lengths, plan) + more
-    groups = assign(lengths, plan, count, multiple_of)
+    prompts = data.draw(st.none() | st.lists(st.integers(0, 5), min_size=len(lengths), max_size=len(lengths)))
+    groups = assign(lengths, plan, count, multiple_of, prompts)
     assert sorted(i for rows in groups for i in rows) == list(range(len(lengths)))
     assert len(groups) % multiple_of == 0
     assert max(count, 1) <= len(groups) < max(count, 1) + multiple_of
@@ -68,6 +71,65 @@ def test_token_count_is_near_the_fewest_possible(lengths: list[int], bound: int)
     fewest = -(-sum(lengths) // bound)
     # First-fit-decreasing needs at most 11/9 OPT + 6/9 bins (Dosa 2007), and OPT <= 2 * ceil(total / bound).
     assert fewest <= found <= 11 / 9 * (2 * fewest) + 1
+
+
+def test_first_fit_decreasing_may_need_one_more() -> None:
+    """44+24+22+10 fills 100 three times over; the longest first makes 44+44+10, and in the end a fourth."""
+    plan = MicroBatchPlan(max_tokens=100)
+    lengths = [44, 24, 22, 10] * 3
+    assert min_count(lengths, plan) == 4
+    assert all(sum(lengths[i] for i in rows) <= 100 for rows in assign(lengths, plan, 4))
+
+
+def test_bins_with_room_for_nothing_are_passed_over() -> None:
+    """What first-fit-decreasing skips for speed changes no answer."""
+    random = Random(3)
+    for _ in range(200):
+        bound = random.randrange(20, 60)
+        lengths = [random.randrange(1, bound + 1) for _ in range(random.randrange(40))]
+        room: list[int] = []
+        for n in sorted(lengths, reverse=True):
+            at = next((b for b in range(len(room)) if room[b] >= n), None)
+            if at is None:
+                room.append(bound - n)
+            else:
+                room[at] -= n
+        assert min_count(lengths, MicroBatchPlan(max_tokens=bound)) == len(room)
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.integers(1, 8), st.integers(0, 3))
+def test_groups_stay_in_one_micro_batch(sizes: list[int], per_batch: int, more: int) -> None:
+    """Groups of rows that fit whole are whole: here no micro-batch is ever too full for them."""
+    prompts = [g for g, size in enumerate(sizes) for _ in range(size)]
+    lengths = [5] * len(prompts)
+    plan = MicroBatchPlan(max_tokens=5 * max(sizes) * per_batch)
+    bins = assign(lengths, plan, max(min_count(lengths, plan) + more, len(sizes)), groups=prompts)
+    assert sum(len({prompts[i] for i in rows}) for rows in bins) == len(sizes)
+
+
+def test_groups_are_taken_apart_for_the_bound_alone() -> None:
+    """Three groups of four rows in two micro-batches of six rows: two are whole, the third is split."""
+    prompts = [0, 1, 2] * 4
+    plan = MicroBatchPlan(max_tokens=60)
+    bins = assign([10] * 12, plan, 2, groups=prompts)
+    assert [len(rows) for rows in bins] == [6, 6]
+    assert sum(len({prompts[i] for i in rows}) for rows in bins) == 4
+    # A group longer than a micro-batch is cut into as few as it needs.
+    bins = assign([10] * 13, MicroBatchPlan(max_tokens=60), 3, groups=[7] * 13)
+    assert sorted(len(rows) for rows in bins) == [1, 6, 6]
+
+
+def test_groups_that_fit_nowhere_leave_it_to_the_rows() -> None:
+    """Whole groups first leaves no room for the loose rows here; the rows by themselves fit."""
+    lengths, prompts = [3, 3, 2, 2, 2], [0, 1, 2, 2, 0]
+    bins = assign(lengths, MicroBatchPlan(max_tokens=6), 2, groups=prompts)
+    assert sorted(sorted(lengths[i] for i in rows) for rows in bins) == [[2, 2, 2], [3, 3]]
+
+
+def test_fixed_rows_bring_groups_together() -> None:
+    plan = MicroBatchPlan(max_rows=2)
+    assert assign([5] * 6, plan, 3, groups=[0, 1, 2, 2, 1, 0]) == [[0, 5], [1, 4], [2, 3]]
+    assert assign([5] * 6, plan, 3) == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_a_rank_without_rows_still_runs() -> None:

@@ -8,18 +8,28 @@ Pure Python: a controller plans thousands of rows for a thousand ranks without t
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from itertools import pairwise
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import accumulate, pairwise
+from operator import itemgetter
+from typing import Any
 
-_DENSE = 65_536
+_DENSE = 16_384
 """Items x sets above which items enter k at a time: the work is then linear in the items."""
 
-Partition = list[tuple[int, tuple[int, ...]]]
-"""k (sum, items) in descending order of sum."""
+SLACK = 0.05
+"""How much longer than the best balance the longest part may become so that groups of rows stay whole: what an engine
+loses that does not compute a shared prompt once. One that does saves more (docs/parallel.md has figures)."""
+
+_Partition = list[tuple[int, Any]]
+"""k (sum, items) in descending order of sum; the items as a tree of pairs, None where there is none."""
 
 
 def karmarkar_karp(weights: Sequence[int], k: int, *, equal_size: bool = False) -> list[list[int]]:
     """Indices of ``weights`` in ``k`` sets of nearly equal sums, items ascending in each; some sets may be empty.
+
+    The same weights give the same sets in every process. There is no guarantee to be near the optimum: with
+    ``equal_size`` a difference of the largest weight can remain.
 
     Args:
         equal_size: sets hold equal numbers of items, within one.
@@ -27,17 +37,16 @@ def karmarkar_karp(weights: Sequence[int], k: int, *, equal_size: bool = False) 
     assert k >= 1, k
     if k == 1:
         return [list(range(len(weights)))]
-    # Ties by index: every process that plans the same rows plans them alike.
-    order: list[int | None] = sorted(range(len(weights)), key=lambda i: (-weights[i], i))  # type: ignore[assignment]
+    # A reversed sort is stable too: ties go by index, so every process that plans the same rows plans them alike.
+    order: list[int | None] = sorted(range(len(weights)), key=weights.__getitem__, reverse=True)  # type: ignore[assignment]
     grouped = equal_size or len(weights) * k > _DENSE
     if grouped:
         order += [None] * (-len(order) % k)  # weightless fillers: sets of equal size differ by at most one real item
     step = k if grouped else 1
-    heap: list[tuple[int, int, Partition]] = []
+    heap: list[tuple[int, int, _Partition]] = []
     for start in range(0, len(order), step):
-        chunk = order[start : start + step]
-        sets: Partition = [(0, ()) if i is None else (weights[i], (i,)) for i in chunk]
-        sets += [(0, ())] * (k - len(sets))
+        sets: _Partition = [(0, None) if i is None else (weights[i], i) for i in order[start : start + step]]
+        sets += [(0, None)] * (k - len(sets))
         heap.append((sets[-1][0] - sets[0][0], start, sets))
     if not heap:
         return [[] for _ in range(k)]
@@ -46,23 +55,91 @@ def karmarkar_karp(weights: Sequence[int], k: int, *, equal_size: bool = False) 
     while len(heap) > 1:
         _, _, a = heapq.heappop(heap)
         _, _, b = heapq.heappop(heap)
-        merged = [(x[0] + y[0], x[1] + y[1]) for x, y in zip(a, reversed(b), strict=True)]
-        merged.sort(key=lambda s: -s[0])
+        merged: _Partition = [(x + y, (s, t)) for (x, s), (y, t) in zip(a, reversed(b), strict=True)]
+        merged.sort(key=itemgetter(0), reverse=True)
         serial += 1
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], serial, merged))
-    return [sorted(items) for _, items in heap[0][2]]
+    return [sorted(_leaves(tree)) for _, tree in heap[0][2]]
 
 
-def split_rows(lengths: Sequence[int], num_parts: int, *, balance: bool = True) -> list[list[int]]:
-    """Rows of each data parallel rank: equal numbers of rows within one, and nearly equal tokens if ``balance``.
+def _leaves(tree: Any) -> list[int]:
+    """The items of a tree. Without recursion: the tree of many light items is as deep as they are many."""
+    found: list[int] = []
+    stack = [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, tuple):
+            stack += node
+        elif node is not None:
+            found.append(node)
+    return found
 
-    Without ``balance`` rows stay in order, cut into consecutive parts.
+
+def split_rows(
+    lengths: Sequence[int], num_parts: int, *, balance: bool = True, groups: Sequence[Hashable] | None = None
+) -> list[list[int]]:
+    """Rows of each data parallel rank, ascending: equal numbers of rows within one.
+
+    Without ``balance`` rows stay in order, cut into consecutive parts. With it tokens are balanced too: the longest part
+    is never longer than in that cut.
+
+    Args:
+        groups: what each row belongs to (rows with one prompt). Groups then stay whole as far as the longest part
+            becomes at most ``SLACK`` longer for it.
     """
-    if balance:
-        return karmarkar_karp(lengths, num_parts, equal_size=True)
-    short, long = divmod(len(lengths), num_parts)
-    bounds = [i * short + min(i, long) for i in range(num_parts + 1)]
-    return [list(range(a, b)) for a, b in pairwise(bounds)]
+    in_order = _cut(range(len(lengths)), _sizes(len(lengths), num_parts))
+    if not balance or num_parts == 1:
+        return in_order
+    candidates = [in_order, karmarkar_karp(lengths, num_parts, equal_size=True)]
+    longest = [_longest(lengths, parts) for parts in candidates]
+    if groups is None:
+        return candidates[longest.index(min(longest))]
+    candidates.append(_by_groups(lengths, groups, num_parts))
+    longest.append(_longest(lengths, candidates[-1]))
+    limit = min(longest) * (1 + SLACK)
+    fitting = [i for i, most in enumerate(longest) if most <= limit]
+    return candidates[min(fitting, key=lambda i: (num_pieces(groups, candidates[i]), longest[i]))]
+
+
+def num_pieces(groups: Sequence[Hashable], parts: Iterable[Iterable[int]]) -> int:
+    """Into how many pieces ``parts`` cut the groups, over all: what each part has of a group is one piece."""
+    return sum(len({groups[row] for row in part}) for part in parts)
+
+
+def _by_groups(lengths: Sequence[int], groups: Sequence[Hashable], num_parts: int) -> list[list[int]]:
+    """Whole groups of the commonest size balanced over the parts, as many as every part has room for; the rest of the
+    rows fill up, in order of their groups, the shortest consecutive piece to the part that is longest so far."""
+    members: dict[Hashable, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    sizes = _sizes(len(lengths), num_parts)
+    common = Counter(map(len, members.values())).most_common(1)[0][0] if members else 1
+    whole = [rows for rows in members.values() if len(rows) == common]
+    each = min(len(whole) // num_parts, sizes[-1] // common)
+    whole = whole[: each * num_parts]
+    totals = [sum(lengths[row] for row in rows) for rows in whole]
+    dealt = karmarkar_karp(totals, num_parts, equal_size=True)
+    parts = [[row for i in part for row in whole[i]] for part in dealt]
+    taken = {row for rows in whole for row in rows}
+    rest = [row for rows in members.values() for row in rows if row not in taken]
+    pieces = _cut(rest, [size - each * common for size in sizes])
+    parts.sort(key=lambda rows: sum(lengths[row] for row in rows), reverse=True)
+    pieces.sort(key=lambda rows: sum(lengths[row] for row in rows))
+    return [sorted(part + piece) for part, piece in zip(parts, pieces, strict=True)]
+
+
+def _sizes(total: int, num_parts: int) -> list[int]:
+    """``total`` as ``num_parts`` numbers that differ by at most one, the larger first."""
+    short, more = divmod(total, num_parts)
+    return [short + (i < more) for i in range(num_parts)]
+
+
+def _cut(rows: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    return [list(rows[a:b]) for a, b in pairwise(accumulate(sizes, initial=0))]
+
+
+def _longest(lengths: Sequence[int], parts: Sequence[Sequence[int]]) -> int:
+    return max(sum(lengths[row] for row in part) for part in parts)
 
 
 def seqlen_metrics(lengths: Sequence[int], parts: Sequence[Sequence[int]]) -> dict[str, float]:
