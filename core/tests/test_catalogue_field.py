@@ -53,7 +53,7 @@ def cells(backend: str, axis: str, device: str = "cuda", dist: str | None = None
 @pytest.mark.parametrize(
     ("backend", "device", "wanted"),
     [
-        ("fsdp2", "cpu", {"dp_shard": YES, "tp": NO, "pp": NO, "cp": NO, "ep": NO, "usp": NO}),
+        ("fsdp2", "cpu", {"dp_shard": YES, "tp": NO, "pp": NO, "cp": NO, "ep": NO, "dp_replicate": YES, "usp": YES}),
         ("vllm", "cuda", {"tp": YES, "ep": IF, "dcp": IF, "pp": NO}),
         ("vllm", "cpu", {"tp": YES, "ep": NO, "dcp": NO, "pp": NO}),
         ("megatron", "cuda", {"tp": YES, "pp": YES, "ep": YES, "cp": YES, "sp": IF, "vpp": IF, "usp": NO}),

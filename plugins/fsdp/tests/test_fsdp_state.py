@@ -278,7 +278,7 @@ def test_models_that_cannot_be_had_are_errors_with_a_remedy(tmp_path) -> None:
 def test_what_the_backend_lacks_is_refused_by_name(monkeypatch) -> None:
     from rlctl_fsdp.engine import FSDPEngine
 
-    with pytest.raises(CapabilityError, match="dp_shard only") as error:
+    with pytest.raises(CapabilityError, match="dp_shard, dp_replicate and usp only") as error:
         FSDPEngine().rlctl_build_mesh(Topology(world_size=2, tp=2), {"device": "cpu"})
     assert "tp=2" in str(error.value)
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

@@ -23,6 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from rlctl.errors import EngineError
+from rlctl_fsdp.ulysses import Slice, heads_problem, to_heads, to_sequence
 
 NAME = "rlctl_packed"
 
@@ -175,18 +176,22 @@ def packed_attention(
     max_length_k: int | None = None,
     key_index: torch.Tensor | None = None,
     segment_parents: torch.Tensor | None = None,
+    sequence_slice: Slice | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each row, where a segment may continue another (a prompt that several rows share).
 
+    Boundaries and keys speak of the whole packed sequence, also where this rank holds a slice of it.
+
     Args:
-        query: ``[1, H, N, E]``; key ``[1, G, N, E]``, value ``[1, G, N, Ev]``.
+        query: ``[1, H, N, E]``; key ``[1, G, N, E]``, value ``[1, G, N, Ev]``. Of a slice: its tokens for N.
         sliding_window: token i sees j when ``i - j < sliding_window`` (and j <= i, same row).
         softcap: scores s become ``softcap * tanh(s / softcap)`` (Gemma 2).
         cu_seq_lens_q: ``[S + 1]`` int32 starts of the segments, N at the end; ``max_length_q`` the longest.
         cu_seq_lens_k: ``[S + 1]`` int32 starts of each segment's keys; ``max_length_k`` the most keys.
         key_index: ``[K]`` index of each segment's keys among the N tokens; None when segments see only themselves.
         segment_parents: ``[S]`` on the CPU, the segment that each one continues or -1; None when none does.
+        sequence_slice: the tokens are one rank's slice of the sequence (:mod:`rlctl_fsdp.ulysses`); None: all of it.
 
     Returns:
         ``[1, N, H, Ev]`` and no attention weights.
@@ -226,6 +231,11 @@ def packed_attention(
     dtype = _compute_dtype(query)
     if dtype != query.dtype or key.dtype != dtype or value.dtype != dtype:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if sequence_slice is not None:
+        problem = heads_problem(query.shape[1], key.shape[1], sequence_slice.ulysses.size)
+        if problem is not None:
+            raise PackedAttentionError(f"the heads of {type(module).__name__} cannot be shared out", found=problem)
+        query, key, value = to_heads(query, key, value, sequence_slice)
     if kernel_for(query.device, dtype, query.shape[-1], value.shape[-1], softcap) == "varlen" and dropout == 0.0:
         if key_index is not None:
             key, value = key.index_select(2, key_index), value.index_select(2, key_index)
@@ -235,7 +245,7 @@ def packed_attention(
         parents = None if segment_parents is None else tuple(segment_parents.tolist())
         groups = _groups(tuple(cu_seq_lens_q.tolist()), parents)
         out = _by_group(query, key, value, groups, dropout, scaling, sliding_window, softcap)
-    return out, None
+    return out if sequence_slice is None else to_sequence(out, sequence_slice), None
 
 
 def _varlen(

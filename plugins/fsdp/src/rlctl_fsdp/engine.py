@@ -1,36 +1,40 @@
 """The ``fsdp2`` training engine: one Hugging Face causal LM on one rank or many.
 
 One rank runs the plain module (under autocast where the computation has a lower precision than the weights); more ranks
-run ``fully_shard`` of each layer. Both compute packed rows through :mod:`rlctl_fsdp.attention` and losses through
-:mod:`rlctl_fsdp.reader`.
+run ``fully_shard`` of each layer, over one dimension or with replicas over two. Both compute packed rows through
+:mod:`rlctl_fsdp.attention` and losses through :mod:`rlctl_fsdp.reader`; with usp each rank computes a slice of them
+(:mod:`rlctl_fsdp.ulysses`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from rlctl.batch import PackedBatch
 from rlctl.engine import EngineInfo, MeshInfo, MicroOutput, StepOutput
-from rlctl.errors import BatchError, EngineError
+from rlctl.errors import EngineError
 from rlctl.hookspecs import hookimpl
 from rlctl.logits import LossFn
 from rlctl.topology import Topology
-from rlctl_fsdp import attention, build, layout, offload, place, shard, state
+from rlctl_fsdp import agreement, attention, build, layout, offload, place, shard, state
 from rlctl_fsdp.config import FSDPConfig
 from rlctl_fsdp.export import export_weights
-from rlctl_fsdp.inspection import Inspection, inspect_model
+from rlctl_fsdp.inspection import Inspection, Surroundings, inspect_model
 from rlctl_fsdp.module import Root, ScoreJob
 from rlctl_fsdp.optim import Stepper
 from rlctl_fsdp.outputs import Collected, merge, to_micro_output
 from rlctl_fsdp.phases import phase
+
+ALIGNMENT = "perf/alignment_tokens"
+"""Metric: tokens that fill packed sequences up to a multiple of usp. They are computed, and count for nothing."""
 
 
 class FSDPEngine:
@@ -38,6 +42,7 @@ class FSDPEngine:
 
     def __init__(self) -> None:
         self._config = FSDPConfig()
+        self._topology = Topology()
         self._mesh = MeshInfo()
         self._place = place.Place(torch.device("cpu"), None, False)
         self._root: Root | None = None
@@ -50,7 +55,8 @@ class FSDPEngine:
     # ---- building ---------------------------------------------------------------------------------------------
     @hookimpl
     def rlctl_build_mesh(self, topology: Topology, settings: Mapping[str, Any]) -> MeshInfo:
-        """See :class:`rlctl.hookspecs.EngineSpecs`. Axes other than dp_shard raise CapabilityError."""
+        """See :class:`rlctl.hookspecs.EngineSpecs`. The axes are dp_replicate, dp_shard and usp."""
+        self._topology = topology
         self._config = FSDPConfig(**{k: v for k, v in settings.items() if k != "device"})
         self._mesh, self._place = place.settle(topology, settings)
         return self._mesh
@@ -61,6 +67,7 @@ class FSDPEngine:
     ) -> EngineInfo:
         """See :class:`rlctl.hookspecs.EngineSpecs`. ``model`` may carry ``seed`` for random weights (default 0)."""
         attention.register()
+        agreement.check_heads(self._topology, model)
         device, config = self._place.device, self._config
         master = build.master_dtype(model)
         self._compute = _compute_dtype(config, master, device)
@@ -99,29 +106,47 @@ class FSDPEngine:
 
     def _inspect(self) -> Inspection:
         """Try the head and the packed path on whole weights."""
-        root, result = self._built(), Inspection()
+        root, result, place_ = self._built(), Inspection(), self._place
+        sharded = place_.mesh is not None
+        where = Surroundings(place_.device, self._compute, sharded, place_.ulysses, self._agree)
 
         def job(model: PreTrainedModel) -> None:
             nonlocal result
-            result = inspect_model(model, self._config, self._place.device, self._compute, self._place.mesh is not None)
+            result = inspect_model(model, self._config, where)
 
         with torch.no_grad():
             root(job)
         self._reshard()
         return result
 
+    def _agree(self, mine: bool) -> bool:
+        """Whether every rank says yes."""
+        if self._place.mesh is None:
+            return mine
+        return bool(place.reduce_values([float(mine)], "min", self._place.device)[0])
+
     def _notes(self) -> dict[str, str]:
-        wrapped = self._place.mesh is not None
         notes = {
             "attention": self._seen.attention_note,
             "shared_prompts": self._seen.share_note,
             "logits": self._seen.head_note,
             "compute_dtype": str(self._compute).removeprefix("torch."),
-            "wrap": f"fully_shard over {self._mesh.world_size} ranks" if wrapped else "plain module",
+            "wrap": self._wrap_note(),
         }
+        if self._place.ulysses is not None:
+            notes["sequence"] = f"each packed sequence is split between {self._place.ulysses.size} ranks (usp)"
+        if self._seen.longest_row is not None:
+            notes["longest_row"] = f"{self._seen.longest_row} tokens: beyond it all rows' position encoding changes"
         if self._config.activation_checkpointing:
             notes["checkpointing"] = "every layer"
         return notes
+
+    def _wrap_note(self) -> str:
+        if self._place.mesh is None:
+            return "plain module"
+        replicas = self._topology.dp_replicate
+        shards = f"fully_shard over {self._mesh.world_size // replicas} ranks"
+        return shards if replicas == 1 else f"{shards}, {replicas} replicas"
 
     # ---- running ----------------------------------------------------------------------------------------------
     @hookimpl
@@ -144,7 +169,7 @@ class FSDPEngine:
             raise EngineError(
                 "this engine was built to score only", found="forward_only=True at its start", wanted="an optimizer"
             )
-        self._check(micro_batches)
+        agreement.check_micro_batches(micro_batches, self._seen, self._place, self._mesh.world_size)
         pieces = self._pieces(micro_batches)
         with phase("scoring" if forward_only else "forward"):
             self._host.model_in(root)
@@ -166,26 +191,14 @@ class FSDPEngine:
             self._host.rest(root, None)
         return [to_micro_output(merge(b, parts)) for b, parts in zip(micro_batches, collected, strict=True)]
 
-    def _check(self, micro_batches: Sequence[PackedBatch]) -> None:
-        """Refuse bad rows on every rank, so that none waits in a collective for one that stopped."""
-        problem: BatchError | None = None
-        try:
-            for batch in micro_batches:
-                layout.check(batch, self._seen.vocab_size)
-        except BatchError as error:
-            problem = error
-        if self._mesh.dp_size > 1:
-            worst = place.reduce_values([float(problem is not None)], "max", self._place.device)[0]
-            if worst and problem is None:
-                raise BatchError("another rank refused its rows", found="see that rank's own message")
-        if problem is not None:
-            raise problem
-
     def _run(self, root: Root, batch: PackedBatch, loss_fn: LossFn, forward_only: bool) -> Any:
         device = self._place.device
+        laid = layout.lay_out(
+            batch, device, packed=self._seen.packed, share=self._seen.share, ulysses=self._place.ulysses
+        )
         job = ScoreJob(
             layout.on_device(batch, device),
-            layout.lay_out(batch, device, packed=self._seen.packed, share=self._seen.share),
+            laid,
             loss_fn,
             self._seen.head,
             self._compute,
@@ -198,7 +211,9 @@ class FSDPEngine:
             with phase("backward", detail):
                 loss.backward()
         assert job.output is not None, "the job ran"
-        return job.output
+        if laid.part is None:
+            return job.output
+        return replace(job.output, sums={**job.output.sums, ALIGNMENT: float(laid.part.filling)})
 
     def _pieces(self, micro_batches: Sequence[PackedBatch]) -> list[tuple[int | None, list[int] | None, PackedBatch]]:
         """(index of the micro-batch or None for filling, its rows or None for all, the batch to run)."""
@@ -292,7 +307,7 @@ class FSDPEngine:
         """See :class:`rlctl.hookspecs.EngineSpecs`."""
         if self._mesh.dp_size == 1:
             return list(values)
-        return place.reduce_values(list(values), op, self._place.device)
+        return place.reduce_values(list(values), op, self._place.device, self._place.data)
 
     @hookimpl
     def rlctl_local_module(self) -> Any:
@@ -307,8 +322,7 @@ class FSDPEngine:
     def rlctl_shutdown(self) -> bool:
         """See :class:`rlctl.hookspecs.EngineSpecs`."""
         self._root = self._stepper = None
-        if self._place.owns_group and dist.is_initialized():
-            dist.destroy_process_group()
+        place.leave(self._place)
         return True
 
     def _built(self) -> Root:

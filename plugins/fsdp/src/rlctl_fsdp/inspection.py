@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -16,12 +16,19 @@ from rlctl_fsdp import attention
 from rlctl_fsdp.config import FSDPConfig
 from rlctl_fsdp.head import HeadSpec, decoder_of, head_of, probe_head
 from rlctl_fsdp.layout import lay_out
+from rlctl_fsdp.locality import mixing_outside_attention
 from rlctl_fsdp.probe import Verdict, probe_packing
+from rlctl_fsdp.ulysses import Ulysses, assemble
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """Results of the probes. ``head`` None: the model's own forward makes the logits."""
+    """Results of the probes.
+
+    Args:
+        head: None: the model's own forward makes the logits.
+        longest_row: see :func:`row_limit`; None for rows of any length.
+    """
 
     vocab_size: int = 0
     head: HeadSpec | None = None
@@ -30,30 +37,52 @@ class Inspection:
     attention_note: str = ""
     share: bool = False
     share_note: str = "off: rows are not packed"
+    longest_row: int | None = None
 
 
-def inspect_model(
-    model: PreTrainedModel, config: FSDPConfig, device: torch.device, compute: torch.dtype, sharded: bool
-) -> Inspection:
+@dataclass(frozen=True)
+class Surroundings:
+    """Where a model is tried.
+
+    Args:
+        compute: dtype of the computation.
+        sharded: under ``fully_shard``, which makes the computation's dtype part of the module.
+        ulysses: rows will be split between the ranks of this group.
+        agree: whether all ranks say yes; they must not go different ways.
+    """
+
+    device: torch.device
+    compute: torch.dtype
+    sharded: bool
+    ulysses: Ulysses | None = None
+    agree: Callable[[bool], bool] = bool
+
+
+def inspect_model(model: PreTrainedModel, config: FSDPConfig, where: Surroundings) -> Inspection:
     """Run the probes of :mod:`rlctl_fsdp.head` and :mod:`rlctl_fsdp.probe` on whole weights.
 
     Raises:
-        EngineError: ``attention: packed`` was asked for and the model does not keep packed rows apart.
+        EngineError: ``attention: packed`` was asked for and the model does not keep packed rows apart; or rows are to be
+            split between ranks and a layer other than attention looks at neighbours. On every rank.
     """
+    device, compute = where.device, where.compute
     spec, why = probe_head(model, device)
     head_note = f"chunked, {spec.describe()}" if spec is not None else f"the model's own forward: {why}"
     vocab = model.get_output_embeddings()
     vocab_size = int(vocab.weight.shape[0]) if vocab is not None else int(model.config.get_text_config().vocab_size)
     if config.attention == "per_row":
         return Inspection(vocab_size, spec, head_note, False, "per_row: asked for")
-    verdict = _try_packing(model, spec, vocab_size, device, compute, sharded, share=False)
+    verdict = _try_packing(model, spec, vocab_size, where, share=False)
+    if where.ulysses is not None:
+        _require_slices(model, verdict, vocab_size, where)
     if verdict.packed:
         kernel = attention.kernel_for(device, compute, *_head_sizes(model), None)
         note = f"packed ({kernel}): {verdict.why}"
+        limit = row_limit(model)
         if not config.share_prompts:
-            return Inspection(vocab_size, spec, head_note, True, note, False, "off: asked for")
-        sharing = _try_packing(model, spec, vocab_size, device, compute, sharded, share=True)
-        return Inspection(vocab_size, spec, head_note, True, note, sharing.packed, sharing.why)
+            return Inspection(vocab_size, spec, head_note, True, note, False, "off: asked for", limit)
+        sharing = _try_packing(model, spec, vocab_size, where, share=True)
+        return Inspection(vocab_size, spec, head_note, True, note, sharing.packed, sharing.why, limit)
     if config.attention == "packed":
         raise EngineError(
             f"{type(model).__name__} cannot run packed rows",
@@ -64,6 +93,42 @@ def inspect_model(
     return Inspection(vocab_size, spec, head_note, False, f"per_row: {verdict.why}")
 
 
+def _require_slices(model: PreTrainedModel, verdict: Verdict, vocab_size: int, where: Surroundings) -> None:
+    """Refuse a model whose rows cannot be split between ranks."""
+    why = verdict.why
+    if verdict.packed:
+        mixing = mixing_outside_attention(model, vocab_size, where.device, where.compute)
+        if where.agree(mixing is None):
+            return
+        why = mixing or "another rank saw a layer other than attention look at neighbouring tokens"
+    raise EngineError(
+        f"the rows of {type(model).__name__} cannot be split between ranks",
+        found=why,
+        wanted="attention that keeps packed rows apart, and other layers that look at one token at a time",
+        next="set parallel.usp=1: dp_shard and dp_replicate give each rank whole rows",
+    )
+
+
+def row_limit(model: PreTrainedModel) -> int | None:
+    """The longest row that may be packed, or None.
+
+    Some rotary embeddings (``dynamic``, ``longrope``) take other frequencies for *all* rows once a position beyond a
+    limit is in sight: a short row's numbers would then depend on its neighbours, on its slice and on its history.
+    """
+    limits: list[int] = []
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        config = getattr(module, "config", None)
+        for layer, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            if kind == "longrope":
+                values = getattr(config, "rope_parameters", None) or {}
+                values = values if layer is None else values[layer]
+                limits.append(int(values["original_max_position_embeddings"]))
+            elif isinstance(kind, str) and "dynamic" in kind:
+                limits.append(int(module.original_max_seq_len))  # pyright: ignore[reportArgumentType]
+    return min(limits, default=None)
+
+
 def _head_sizes(model: PreTrainedModel) -> tuple[int, int]:
     text = model.config.get_text_config()
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -71,33 +136,38 @@ def _head_sizes(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def _try_packing(
-    model: PreTrainedModel,
-    spec: HeadSpec | None,
-    vocab_size: int,
-    device: torch.device,
-    compute: torch.dtype,
-    sharded: bool,
-    share: bool,
+    model: PreTrainedModel, spec: HeadSpec | None, vocab_size: int, where: Surroundings, share: bool
 ) -> Verdict:
-    """Probe rows end to end (``share`` False), or with a prompt that two of them share."""
+    """Probe rows end to end (``share`` False), or with a prompt that two of them share; in slices, if so they will run."""
     master = next(model.parameters()).dtype
+    device, compute, ulysses = where.device, where.compute, where.ulysses
 
     def packed_logits(rows: Sequence[torch.Tensor], scored_from: int) -> torch.Tensor:
         mask = [torch.arange(len(r)) >= scored_from for r in rows]
-        layout = lay_out(pack({"input_ids": rows, "loss_mask": mask}), device, packed=True, share=share)
+        batch = pack({"input_ids": rows, "loss_mask": mask})
+        layout = lay_out(batch, device, packed=True, share=share, ulysses=ulysses)
         decoder, head = decoder_of(model), head_of(model)
         with attention.attention_set(model, attention.NAME):
             if spec is None or decoder is None or head is None:
-                return model(**layout.inputs).logits[0].float()[layout.sources]
-            hidden = decoder(**layout.inputs).last_hidden_state[0]
-            return spec.apply(F.linear(hidden, *head).float())[layout.sources]
+                logits = model(**layout.inputs).logits[0].float()[layout.sources]
+            else:
+                hidden = decoder(**layout.inputs).last_hidden_state[0]
+                logits = spec.apply(F.linear(hidden, *head).float())[layout.sources]
+        if ulysses is None or layout.mine is None:
+            return logits
+        return assemble(logits, layout.mine, layout.positions.numel(), ulysses)
 
-    if sharded or compute == master:
-        return probe_packing(model, packed_logits, vocab_size, device, compute if sharded else master, share)
+    def probe(dtype: torch.dtype) -> Verdict:
+        verdict = probe_packing(model, packed_logits, vocab_size, device, dtype, share)
+        agreed = where.agree(verdict.packed)
+        return verdict if agreed or not verdict.packed else Verdict(False, "another rank saw packed rows differ")
+
+    if where.sharded or compute == master:
+        return probe(compute if where.sharded else master)
     # First in the precision of the weights, where a small difference shows; then with the kernel that training uses.
-    exact = probe_packing(model, packed_logits, vocab_size, device, master, share)
+    exact = probe(master)
     if not exact.packed:
         return exact
     with torch.autocast(device.type, compute) if compute != master else nullcontext():
-        coarse = probe_packing(model, packed_logits, vocab_size, device, compute, share)
+        coarse = probe(compute)
     return exact if coarse.packed else coarse

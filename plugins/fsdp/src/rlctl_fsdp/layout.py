@@ -1,8 +1,9 @@
 """A micro-batch as model inputs: rows end to end, or rows of one length as a batch.
 
-Packed rows are laid out by :mod:`rlctl_fsdp.segments`; readers get back to the batch's own order through one index.
+Packed rows are laid out by :mod:`rlctl_fsdp.segments`; readers get back to the batch's own order through one index. Under
+sequence parallelism ids and positions are those of this rank's slice, while boundaries speak of the whole sequence.
 
-Shapes: N tokens, R rows, P scored tokens, L the common length.
+Shapes: N tokens, R rows, P scored tokens, P_u of them predicted in this rank's slice, L the common length.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from rlctl.batch import PackedBatch, padding_like
 from rlctl.errors import BatchError
 from rlctl_fsdp.segments import Segments, plan_segments
+from rlctl_fsdp.ulysses import Slice, Ulysses
 
 
 @dataclass(frozen=True)
@@ -24,19 +26,27 @@ class Layout:
     Args:
         inputs: keyword arguments of the decoder, on its device.
         positions: ``[P]`` index of each scored token in the batch's own order.
-        sources: ``[P]`` index, in model order, of the token whose hidden state predicts it.
+        sources: ``[P]`` index, in model order, of the token whose hidden state predicts it; ``[P_u]`` in a slice.
+        mine: ``[P_u]`` which of the scored tokens this rank's slice predicts; None where the rank holds the whole.
+        part: the slice, or None.
     """
 
     inputs: dict[str, Any]
     positions: torch.Tensor
     sources: torch.Tensor
+    mine: torch.Tensor | None = None
+    part: Slice | None = None
 
 
-def check(batch: PackedBatch, vocab_size: int) -> None:
+def check(batch: PackedBatch, vocab_size: int, longest_row: int | None = None) -> None:
     """Refuse what would fail later without a word (on a GPU: with a device assertion).
 
+    Args:
+        longest_row: rows may have this many tokens (see :func:`rlctl_fsdp.inspection.row_limit`).
+
     Raises:
-        BatchError: no ``input_ids`` or ``loss_mask``, a token id outside the vocabulary, or a scored first token.
+        BatchError: no ``input_ids`` or ``loss_mask``, a token id outside the vocabulary, a scored first token, or a row
+            that is too long.
     """
     for name in ("input_ids", "loss_mask"):
         if name not in batch.items:
@@ -57,13 +67,30 @@ def check(batch: PackedBatch, vocab_size: int) -> None:
             found="loss_mask True at its start",
             wanted="loss_mask False at the first token of each row",
         )
+    longest = max(batch.lengths, default=0)
+    if longest_row is not None and longest > longest_row:
+        raise BatchError(
+            "a row is so long that the model would change its position encoding for all rows packed with it",
+            found=f"{longest} tokens",
+            wanted=f"at most {longest_row} tokens in packed rows",
+            next="shorten the rows, or set actor.engine.attention=per_row",
+        )
 
 
-def lay_out(batch: PackedBatch, device: torch.device, *, packed: bool, lean: bool = True, share: bool = True) -> Layout:
+def lay_out(
+    batch: PackedBatch,
+    device: torch.device,
+    *,
+    packed: bool,
+    lean: bool = True,
+    share: bool = True,
+    ulysses: Ulysses | None = None,
+) -> Layout:
     """Inputs of ``batch``, which must have rows of one length unless ``packed``.
 
     Args:
         lean, share: see :func:`rlctl_fsdp.segments.plan_segments`; for packed rows only.
+        ulysses: this rank takes a slice of the packed sequence.
     """
     ids = batch.items["input_ids"].long().cpu()
     mask = batch.items["loss_mask"].bool().cpu()
@@ -78,13 +105,18 @@ def lay_out(batch: PackedBatch, device: torch.device, *, packed: bool, lean: boo
         return Layout(inputs, positions.to(device), (positions - 1).to(device))
     segments = plan_segments(ids.numpy(), mask.numpy(), batch.cu_seqlens.numpy(), lean=lean, share=share)
     sources = torch.from_numpy(segments.where)[positions - 1]
-    inputs = {
-        "input_ids": ids[torch.from_numpy(segments.take)][None].to(device, non_blocking=True),
-        "position_ids": torch.from_numpy(segments.positions)[None].to(device, non_blocking=True),
-        "use_cache": False,
-        **_boundaries(segments, device),
-    }
-    return Layout(inputs, positions.to(device), sources.to(device))
+    take, places = segments.take, segments.positions
+    inputs: dict[str, Any] = {"use_cache": False, **_boundaries(segments, device)}
+    part, mine = None, None
+    if ulysses is not None:
+        part = ulysses.slice_of(len(take))
+        take, places = part.take(take), part.take(places)
+        mine, sources = part.own(sources)
+        mine = mine.to(device)
+        inputs["sequence_slice"] = part
+    inputs["input_ids"] = ids[torch.from_numpy(take)][None].to(device, non_blocking=True)
+    inputs["position_ids"] = torch.from_numpy(places)[None].to(device, non_blocking=True)
+    return Layout(inputs, positions.to(device), sources.to(device), mine, part)
 
 
 def _boundaries(segments: Segments, device: torch.device) -> dict[str, Any]:

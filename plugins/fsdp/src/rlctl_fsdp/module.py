@@ -7,6 +7,7 @@ backward pass onto the tensors that forward returns. The loss needs the head's w
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -74,25 +75,24 @@ class ScoreJob:
         layout = self._layout
         temperature = float(self._batch.meta.get("temperature", 1.0))
         ids = self._batch.items["input_ids"]
+        ulysses = None if layout.part is None else layout.part.ulysses
         if self._spec is None:
-            return FullReader(_own_logits(model, layout), layout.positions, ids, temperature)
+            logits = _own_logits(model, layout)
+            return FullReader(logits, layout.positions, ids, temperature, layout.mine, ulysses)
         decoder, head = decoder_of(model), head_of(model)
         assert decoder is not None, "the head was probed"
         assert head is not None, "the head was probed"
         hidden = decoder(**layout.inputs).last_hidden_state.flatten(0, 1).index_select(0, layout.sources)
         weight, bias = head
-        return ChunkedReader(
-            hidden, layout.positions, ids, Head(weight, bias, self._spec, self._dtype, temperature), self._keep_bytes
-        )
+        own_head = Head(weight, bias, self._spec, self._dtype, temperature)
+        return ChunkedReader(hidden, layout.positions, ids, own_head, self._keep_bytes, layout.mine, ulysses)
 
 
 def _own_logits(model: PreTrainedModel, layout: Layout) -> torch.Tensor:
     """``[P, V]`` from the model's own forward, at the scored positions only where it can."""
     inputs = layout.inputs
-    rows = inputs["input_ids"].shape[0]
-    if rows == 1:
-        logits = model(**inputs, logits_to_keep=layout.sources).logits
-        if logits.shape[1] == layout.sources.numel():
-            return logits[0]
-        return logits[0].index_select(0, layout.sources)
+    # Asked of the signature: logits of all P tokens look like those that were asked for, but lie in another order.
+    can_choose = "logits_to_keep" in inspect.signature(model.forward).parameters
+    if can_choose and inputs["input_ids"].shape[0] == 1:
+        return model(**inputs, logits_to_keep=layout.sources).logits[0]
     return model(**inputs).logits.flatten(0, 1).index_select(0, layout.sources)

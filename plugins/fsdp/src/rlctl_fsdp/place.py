@@ -1,4 +1,8 @@
-"""Process groups, the mesh and this rank's place in it."""
+"""Process groups, the mesh and this rank's place in it.
+
+Ranks lie on a grid dp_replicate x dp_shard x usp, the last running fastest. The ranks of one usp row hold slices of the
+same rows. Weights are sharded over dp_shard x usp together, so no axis but dp_replicate keeps copies of them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import importlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,45 +20,69 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rlctl.engine import MeshInfo
-from rlctl.errors import CapabilityError, EngineError
+from rlctl.errors import CapabilityError, ConfigError, EngineError
 from rlctl.topology import Topology
 from rlctl_fsdp.config import FSDPConfig
+from rlctl_fsdp.ulysses import Ulysses
 
+_AXES = ("dp_replicate", "dp_shard", "usp")
 _COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 
 
 @dataclass(frozen=True)
 class Place:
-    """What the engine keeps of the mesh. ``mesh`` is None where nothing is sharded."""
+    """What the engine keeps of the mesh.
+
+    Args:
+        mesh: what weights are sharded over, with a dimension of replicas before it where there are some; None where
+            nothing is sharded.
+        owns_group: the process group was made here.
+        data: ranks that hold other rows than this one, at the same place of their replica; None: all ranks.
+        ulysses: the ranks that hold slices of this rank's rows; None where it holds whole rows.
+    """
 
     device: torch.device
     mesh: DeviceMesh | None
     owns_group: bool
+    data: dist.ProcessGroup | None = None
+    ulysses: Ulysses | None = None
 
 
 def settle(topology: Topology, settings: Mapping[str, Any]) -> tuple[MeshInfo, Place]:
     """Join the process group if there is more than one rank, and report this rank's place.
 
     Raises:
-        CapabilityError: an axis other than dp_shard, or a device type that this process has not.
+        CapabilityError: an axis that this backend has not, or a device type that this process has not.
+        ConfigError: settings that exclude an axis.
         EngineError: the launcher's environment does not fit the topology.
     """
-    other = {k: v for k, v in topology.axes().items() if k != "dp_shard"}
+    other = {k: v for k, v in topology.axes().items() if k not in _AXES}
     if other:
         raise CapabilityError(
-            "fsdp2 splits work along dp_shard only",
+            "fsdp2 splits work along dp_shard, dp_replicate and usp only",
             found=", ".join(f"{k}={v}" for k, v in other.items()),
-            wanted="dp_shard alone",
+            wanted="dp_shard, dp_replicate, usp",
             next="`rlctl capabilities` shows which backend has the axis",
         )
     config = FSDPConfig(**{k: v for k, v in settings.items() if k != "device"})
+    if topology.usp > 1 and config.attention == "per_row":
+        raise ConfigError(
+            "usp splits one packed sequence between ranks, and per_row packs none",
+            found=f"parallel.usp={topology.usp} and engine.attention=per_row",
+            wanted="engine.attention=auto, or parallel.usp=1",
+            next="set engine.attention=auto",
+        )
     world = topology.world_size
     device = _device(str(settings.get("device", "cpu")), world)
     sharded = world > 1 or config.wrap == "always"
     owns = _join(world, device, config.collective_timeout_s) if sharded else False
     rank = dist.get_rank() if sharded else 0
-    mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("dp_shard",)) if sharded else None
-    place = Place(device, mesh, owns)
+    place = Place(device, None, owns)
+    if sharded:
+        sizes = (topology.dp_replicate, topology.dp_shard, topology.usp)
+        mesh, data, row = _grid(dist.group.WORLD, device.type, sizes, config.collective_timeout_s)
+        ulysses = None if row is None else Ulysses(row, topology.usp, rank % topology.usp)
+        place = Place(device, mesh, owns, data, ulysses)
     info = MeshInfo(
         rank=rank,
         world_size=world,
@@ -62,9 +91,48 @@ def settle(topology: Topology, settings: Mapping[str, Any]) -> tuple[MeshInfo, P
         is_collect=topology.is_collector(rank),
         coordinates=topology.coordinates(rank),
         device=str(device),
+        token_multiplier=topology.usp,
         handle=place,
     )
     return info, place
+
+
+@lru_cache(maxsize=8)
+def _grid(
+    _world: dist.ProcessGroup | None, device_type: str, sizes: tuple[int, int, int], timeout_s: float
+) -> tuple[DeviceMesh, dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """(mesh of the weights, group of equal usp coordinate, usp group), the groups None where usp is 1.
+
+    The engines of one process share them (``_world`` is the process group that they belong to): each group of an
+    accelerator costs memory.
+    """
+    replicate, shard, usp = sizes
+    ranks = torch.arange(replicate * shard * usp)
+    if replicate == 1:
+        mesh = init_device_mesh(device_type, (shard * usp,), mesh_dim_names=("dp_shard",))
+    else:
+        grid = ranks.view(replicate, shard * usp)
+        groups = [_subgroup(grid.T, timeout_s), _subgroup(grid, timeout_s)]
+        mesh = DeviceMesh.from_group(groups, device_type, grid, mesh_dim_names=("dp_replicate", "dp_shard"))
+    if usp == 1:
+        return mesh, None, None
+    rows = ranks.view(-1, usp)
+    return mesh, _subgroup(rows.T, timeout_s), _subgroup(rows, timeout_s)
+
+
+def _subgroup(rows: torch.Tensor, timeout_s: float) -> dist.ProcessGroup:
+    """This rank's group of those whose ranks are the rows of a matrix. Collective over all ranks."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    mine, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)
+    assert isinstance(mine, dist.ProcessGroup), "every rank is in one row"
+    return mine
+
+
+def leave(place: Place) -> None:
+    """Destroy the process group if it was made here."""
+    if place.owns_group and dist.is_initialized():
+        _grid.cache_clear()
+        dist.destroy_process_group()
 
 
 def _device(name: str, world: int) -> torch.device:
@@ -131,9 +199,11 @@ def _join(world: int, device: torch.device, timeout_s: float) -> bool:
     return True
 
 
-def reduce_values(values: list[float], op: str, device: torch.device) -> list[float]:
-    """Reduce numbers over all ranks in float64. ``op`` is ``sum``, ``max`` or ``min``."""
+def reduce_values(
+    values: list[float], op: str, device: torch.device, group: dist.ProcessGroup | None = None
+) -> list[float]:
+    """Reduce numbers over ``group`` (None: all ranks) in float64. ``op`` is ``sum``, ``max`` or ``min``."""
     ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, op=ops[op])
+    dist.all_reduce(tensor, op=ops[op], group=group)
     return tensor.tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from rlctl.hookspecs import hookimpl
 from rlctl.records import Axis, BackendKind, BackendSpec, Capability, ModelType, Support
@@ -14,30 +14,37 @@ _TRAIN_DEVICES = ("cpu", "cuda", "npu")
 _ROLLOUT_DEVICES = ("cpu", "cuda")
 
 _TRAIN_CELLS: dict[Axis, tuple[Support, str]] = {
-    Axis.DP_SHARD: (Support.SUPPORTED, "fully_shard of every layer over all ranks"),
+    Axis.DP_SHARD: (Support.SUPPORTED, "fully_shard of every layer over the ranks of a replica"),
     Axis.DP_REPLICATE: (
-        Support.UNSUPPORTED,
-        "the engine builds a mesh of one axis, so weights are never replicated; take dp_shard, or megatron for replicas",
+        Support.SUPPORTED,
+        "replicas of sharded weights (HSDP): gradients are summed over shards, then over replicas; dp_shard=1 keeps whole "
+        "weights on every rank",
     ),
     Axis.TP: (Support.UNSUPPORTED, "whole layers are gathered, no matrix is split between ranks; take megatron"),
     Axis.SP: (Support.UNSUPPORTED, "activation sharding belongs to tp, which this backend lacks; take megatron"),
     Axis.PP: (Support.UNSUPPORTED, "every rank runs all layers; take megatron"),
     Axis.VPP: (Support.UNSUPPORTED, "virtual stages belong to pp, which this backend lacks; take megatron"),
-    Axis.CP: (Support.UNSUPPORTED, "a row is never split between ranks; take megatron"),
+    Axis.CP: (Support.UNSUPPORTED, "keys and values do not travel around a ring; take usp, or megatron"),
     Axis.EP: (
         Support.UNSUPPORTED,
         "experts are sharded like other weights and every rank runs all of them; take veomni or megatron",
     ),
     Axis.ETP: (Support.UNSUPPORTED, "no expert matrix is split between ranks; take megatron"),
-    Axis.USP: (Support.UNSUPPORTED, "attention heads are not exchanged between ranks; take veomni"),
+    Axis.USP: (
+        Support.SUPPORTED,
+        "ranks hold slices of the packed rows and swap heads for tokens around attention (Ulysses); weights are sharded over "
+        "dp_shard x usp. A model whose other layers look at neighbouring tokens is refused when it is built",
+    ),
     Axis.DCP: (Support.NOT_APPLICABLE, "an axis of decoding; this backend trains"),
 }
+
+_TRAIN_CONSTRAINTS = {Axis.USP: "heads_divisible_by_usp"}
 
 _TRAINING_ONLY = (Axis.SP, Axis.VPP, Axis.CP, Axis.ETP, Axis.USP)
 _ROLLOUT_CELLS: dict[Axis, tuple[Support, str]] = {
     **dict.fromkeys(_TRAINING_ONLY, (Support.NOT_APPLICABLE, "an axis of training")),
     Axis.DP_SHARD: (Support.UNSUPPORTED, "the weights of a rollout are whole on its device; take vllm with tp"),
-    Axis.DP_REPLICATE: (Support.UNSUPPORTED, "generation runs in one process; take vllm"),
+    Axis.DP_REPLICATE: (Support.SUPPORTED, "each rank generates its share of the prompts from whole weights"),
     Axis.TP: (Support.UNSUPPORTED, "generation runs on one device; take vllm"),
     Axis.PP: (Support.UNSUPPORTED, "generation runs on one device; take vllm with tp"),
     Axis.EP: (Support.UNSUPPORTED, "all experts are on one device; take vllm"),
@@ -46,10 +53,21 @@ _ROLLOUT_CELLS: dict[Axis, tuple[Support, str]] = {
 
 
 def _capabilities(
-    cells: dict[Axis, tuple[Support, str]], devices: Iterable[str], model_types: Iterable[ModelType]
+    cells: dict[Axis, tuple[Support, str]],
+    devices: Iterable[str],
+    model_types: Iterable[ModelType],
+    constraints: Mapping[Axis, str] | None = None,
 ) -> tuple[Capability, ...]:
+    named = constraints or {}
     return tuple(
-        Capability(axis=axis, support=support, reason=reason, model_type=model_type, device=device)
+        Capability(
+            axis=axis,
+            support=support,
+            reason=reason,
+            model_type=model_type,
+            device=device,
+            constraint=named.get(axis),
+        )
         for model_type in model_types
         for device in devices
         for axis, (support, reason) in cells.items()
@@ -69,12 +87,12 @@ def rlctl_backends() -> list[BackendSpec]:
             api_version=(1, 0),
             model_types=model_types,
             devices=tuple((device, None) for device in _TRAIN_DEVICES),
-            capabilities=_capabilities(_TRAIN_CELLS, _TRAIN_DEVICES, model_types),
+            capabilities=_capabilities(_TRAIN_CELLS, _TRAIN_DEVICES, model_types, _TRAIN_CONSTRAINTS),
             requirements=REQUIREMENTS,
             imports=("torch", "transformers", "torch.distributed.fsdp", "rlctl_fsdp.engine"),
             install_hint=INSTALL_HINT,
             aliases=("fsdp",),
-            summary="PyTorch FSDP2: any Hugging Face causal LM, packed rows, one rank or many",
+            summary="PyTorch FSDP2: any Hugging Face causal LM, packed rows, one rank or many, HSDP and Ulysses",
         ),
         BackendSpec(
             name="hf",

@@ -3,7 +3,11 @@
 Logits exist for P scored tokens only, and in float32 for one chunk of them at a time. When the raw logits of a
 micro-batch fit in a budget they are kept for the backward pass; otherwise the backward pass computes each chunk again.
 
-Shapes: N tokens, P scored tokens, C tokens of a chunk, K alternatives a token, V vocabulary, D hidden.
+Under sequence parallelism a reader computes the numbers of the scored tokens that its rank's slice predicts, and hands out
+those of all ranks: a loss sees whole ``[N]`` tensors wherever it runs. Each call is then one collective of the group.
+
+Shapes: N tokens, P scored tokens (of this rank's slice, where it holds one), C tokens of a chunk, K alternatives a token,
+V vocabulary, D hidden.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from torch.nn import functional as F
 
 from rlctl.logits import to_logits_scale
 from rlctl_fsdp.head import HeadSpec
+from rlctl_fsdp.ulysses import Ulysses, assemble
 
 _CHUNK_BYTES = {"cpu": 8 << 20}
 _CHUNK_BYTES_ACCELERATOR = 512 << 20
@@ -173,22 +178,58 @@ def _cast(
     return weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-class ChunkedReader:
+class _ScoredTokens:
+    """Between fields of all tokens and numbers of the scored tokens that this rank computes."""
+
+    def __init__(
+        self, positions: torch.Tensor, input_ids: torch.Tensor, mine: torch.Tensor | None, ulysses: Ulysses | None
+    ) -> None:
+        assert (mine is None) == (ulysses is None), "a slice and its group go together"
+        self._positions = positions
+        self._input_ids = input_ids
+        self._mine = mine
+        self._ulysses = ulysses
+        self._own = positions if mine is None else positions[mine]
+
+    def _pick(self, values: torch.Tensor) -> torch.Tensor:
+        """``[N, ...]`` -> ``[P, ...]``."""
+        return values[self._own]
+
+    def _targets(self, ids: torch.Tensor | None) -> torch.Tensor:
+        """``[P, 1]`` the tokens whose log-probs are asked for."""
+        return self._pick(self._input_ids if ids is None else ids).long()[:, None]
+
+    def _spread(self, values: torch.Tensor) -> torch.Tensor:
+        """``[P, ...]`` -> ``[N, ...]`` with zeros where nothing is scored; of all ranks, where they hold slices."""
+        if self._mine is not None and self._ulysses is not None:
+            values = assemble(values, self._mine, self._positions.numel(), self._ulysses)
+        out = values.new_zeros((self._input_ids.shape[0], *values.shape[1:]))
+        return out.index_copy(0, self._positions, values)
+
+
+class ChunkedReader(_ScoredTokens):
     """:class:`rlctl.logits.LogitsReader` over hidden states and a head.
 
     Args:
         hidden: ``[P, D]`` hidden states that predict the scored tokens.
-        positions: ``[P]`` index of each scored token among the N tokens of the micro-batch.
+        positions: index of each scored token of the micro-batch among its N tokens.
         input_ids: ``[N]``.
         keep_bytes: budget for raw logits kept for the backward pass.
+        mine: ``[P]`` which of ``positions`` this rank's slice predicts, with ``ulysses`` its group; None: all of them.
     """
 
     def __init__(
-        self, hidden: torch.Tensor, positions: torch.Tensor, input_ids: torch.Tensor, head: Head, keep_bytes: int
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        input_ids: torch.Tensor,
+        head: Head,
+        keep_bytes: int,
+        mine: torch.Tensor | None = None,
+        ulysses: Ulysses | None = None,
     ) -> None:
+        super().__init__(positions, input_ids, mine, ulysses)
         self._hidden = hidden
-        self._positions = positions
-        self._input_ids = input_ids
         self._head = head
         size = hidden.shape[0] * head.weight.shape[0] * head.dtype.itemsize
         self._keep = size <= keep_bytes
@@ -210,7 +251,7 @@ class ChunkedReader:
 
     def log_prob_at(self, ids: torch.Tensor) -> torch.Tensor:
         """See :meth:`rlctl.logits.LogitsReader.log_prob_at`."""
-        return self._spread(self._stats(ids[self._positions].long(), want_entropy=False)[0])
+        return self._spread(self._stats(self._pick(ids).long(), want_entropy=False)[0])
 
     @torch.no_grad()
     def topk(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -231,9 +272,6 @@ class ChunkedReader:
                 ids[c] = best.indices
         return self._spread(log_probs), self._spread(ids)
 
-    def _targets(self, ids: torch.Tensor | None) -> torch.Tensor:
-        return (self._input_ids if ids is None else ids)[self._positions].long()[:, None]
-
     @torch.no_grad()
     def _raw_logits(self) -> torch.Tensor | None:
         """``[P, V]`` raw logits in the head's dtype when they fit in the budget; shared by every call."""
@@ -247,30 +285,30 @@ class ChunkedReader:
         head = self._head
         return _TokenStats.apply(self._hidden, head.weight, head.bias, self._raw_logits(), ids, want_entropy, head)
 
-    def _spread(self, values: torch.Tensor) -> torch.Tensor:
-        """``[P, ...]`` -> ``[N, ...]`` with zeros where nothing is scored."""
-        out = values.new_zeros((self._input_ids.shape[0], *values.shape[1:]))
-        return out.index_copy(0, self._positions, values)
 
-
-class FullReader:
+class FullReader(_ScoredTokens):
     """:class:`rlctl.logits.LogitsReader` over logits that the model made itself.
 
     Args:
         logits: ``[P, V]`` that predict the scored tokens; scale and cap are already in them.
+        mine, ulysses: as for :class:`ChunkedReader`.
     """
 
     def __init__(
-        self, logits: torch.Tensor, positions: torch.Tensor, input_ids: torch.Tensor, temperature: float
+        self,
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+        input_ids: torch.Tensor,
+        temperature: float,
+        mine: torch.Tensor | None = None,
+        ulysses: Ulysses | None = None,
     ) -> None:
+        super().__init__(positions, input_ids, mine, ulysses)
         self._log_p = to_logits_scale(logits, temperature).log_softmax(-1)
-        self._positions = positions
-        self._input_ids = input_ids
 
     def log_prob(self, ids: torch.Tensor | None = None) -> torch.Tensor:
         """See :meth:`rlctl.logits.LogitsReader.log_prob`."""
-        target = (self._input_ids if ids is None else ids)[self._positions].long()
-        return self._spread(self._log_p.gather(-1, target[:, None])[:, 0])
+        return self._spread(self._log_p.gather(-1, self._targets(ids))[:, 0])
 
     def entropy(self) -> torch.Tensor:
         """See :meth:`rlctl.logits.LogitsReader.entropy`."""
@@ -282,14 +320,10 @@ class FullReader:
 
     def log_prob_at(self, ids: torch.Tensor) -> torch.Tensor:
         """See :meth:`rlctl.logits.LogitsReader.log_prob_at`."""
-        return self._spread(self._log_p.gather(-1, ids[self._positions].long()))
+        return self._spread(self._log_p.gather(-1, self._pick(ids).long()))
 
     @torch.no_grad()
     def topk(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`rlctl.logits.LogitsReader.topk`."""
         best = self._log_p.topk(k, dim=-1)
         return self._spread(best.values), self._spread(best.indices)
-
-    def _spread(self, values: torch.Tensor) -> torch.Tensor:
-        out = values.new_zeros((self._input_ids.shape[0], *values.shape[1:]))
-        return out.index_copy(0, self._positions, values)

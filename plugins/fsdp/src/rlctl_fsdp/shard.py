@@ -1,7 +1,8 @@
 """Which modules are sharded, how, and how the weights get into them.
 
-Gradients are *summed* over ranks: losses are globally weighted sums already (see :mod:`rlctl.normalizer`), and a mean
-would be off by the number of ranks. FSDP's setters do not recurse, so every FSDP module is told.
+Gradients are *summed* over ranks, of shards and of replicas: losses are globally weighted sums already (see
+:mod:`rlctl.normalizer`), and a mean would be off by the number of ranks. FSDP's setters do not recurse, so every FSDP
+module is told. Over a mesh of two dimensions the first one replicates: what was summed over shards is summed over replicas.
 """
 
 from __future__ import annotations
