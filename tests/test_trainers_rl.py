@@ -144,7 +144,7 @@ def test_micro_batches_change_nothing(plain, tmp_path):
     assert split.last["actor/num_micro_batches"] > 1
     a, b = weights(plain.path), weights(split.path)
     # One AdamW step moves a weight by up to lr = 1e-4 whatever the size of its gradient.
-    assert max((a[k] - b[k]).abs().max().item() for k in a) < 1e-5
+    assert max((a[k] - b[k]).abs().max().item() for k in a) < 3e-5
     for x, y in zip(plain.history, split.history, strict=True):
         assert x["actor/grad_norm"] == pytest.approx(y["actor/grad_norm"], rel=1e-4)
 

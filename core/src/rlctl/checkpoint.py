@@ -10,18 +10,29 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlctl import files
 from rlctl.errors import CheckpointError, RlctlError
 from rlctl.manifest import now, versions
 
 if TYPE_CHECKING:
-    from rlctl.engine import Engine
+    from rlctl.engine_records import MeshInfo
     from rlctl.rundir import RunDirectory
+
+
+class Saves(Protocol):
+    """What a checkpoint asks of an engine: one rank's own, or the controller's view of all ranks."""
+
+    mesh: MeshInfo | None
+
+    def reduce(self, values: Sequence[float], op: str = "sum") -> list[float]: ...
+    def save_state(self, path: Path) -> None: ...
+    def load_state(self, path: Path) -> None: ...
+
 
 SCHEMA = 1
 _NAME = re.compile(r"step_(\d{8,})")
@@ -52,10 +63,11 @@ class Checkpoint:
         return json.loads((self.path / "trainer.json").read_text(encoding="utf-8"))
 
 
-def save_checkpoint(run: RunDirectory, step: int, engine: Engine, state: Mapping[str, Any], keep: int) -> Checkpoint:
+def save_checkpoint(run: RunDirectory, step: int, engine: Saves, state: Mapping[str, Any], keep: int) -> Checkpoint:
     """Write the state after ``step`` and delete all but the newest ``keep`` checkpoints.
 
-    Every rank calls it; the first rank publishes. ``state`` is JSON data (counters, sampler state, best score).
+    The controller calls it, or every rank does with an engine of its own; the first rank publishes. ``state`` is JSON
+    data (counters, sampler state, best score).
 
     Raises:
         CheckpointError: on every rank when any rank could not write; earlier checkpoints are untouched.
@@ -114,7 +126,7 @@ def latest_checkpoint(
     return None
 
 
-def load_checkpoint(checkpoint: Checkpoint, engine: Engine) -> dict[str, Any]:
+def load_checkpoint(checkpoint: Checkpoint, engine: Saves) -> dict[str, Any]:
     """Load the engine's part and return the trainer's.
 
     Raises:
@@ -188,7 +200,7 @@ def _prune(root: Path, step: int, keep: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _together(engine: Engine, part: Callable[[], None], step: int, beside: Path | None) -> None:
+def _together(engine: Saves, part: Callable[[], None], step: int, beside: Path | None) -> None:
     failure: BaseException | None = None
     try:
         part()

@@ -264,7 +264,9 @@ def build_manifest(
     clean = typed_command() if argv is None else redact(argv)
     data_files = _data_files(config.data, resolved.base_dir)
     task = config.data.task
-    training = {"actor": topology.resolve(config.trainer.nproc, config.actor.parallel.model_dump())}
+    training = {
+        "actor": topology.resolve(config.runtime.sizes()[config.actor.pool], config.actor.parallel.model_dump())
+    }
     seeds = {"trainer": config.trainer.seed}
     if task is not None:
         seeds["task"] = task.seed

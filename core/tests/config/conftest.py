@@ -38,7 +38,9 @@ LIGHT = """
                 *shard, ("tp", "supported", "", "cpu", "heads_divisible_by_tp"), ("sp", "supported", "", "cpu", "sp_needs_tp"),
                 ("tp", "supported", "", "cuda", "heads_divisible_by_tp"), ("sp", "supported", "", "cuda", "sp_needs_tp"),
             ]),
-            spec("sampler", BackendKind.ROLLOUT, "Sampler", [("tp", "conditional", "even heads", "cpu")]),
+            spec("sampler", BackendKind.ROLLOUT, "Sampler", [
+                ("tp", "conditional", "even heads", "cpu"), ("dp_replicate", "supported", "", "cpu"),
+            ]),
             spec("broken", BackendKind.TRAIN, "Missing", []),
             spec("careless", BackendKind.TRAIN, "Careless", []),
         ]

@@ -141,8 +141,8 @@ def test_only_the_chosen_backends_are_imported(plugins: PluginSet, run_file: Wri
         (["actor.parallel.sp=true"], "actor.parallel.sp", "wanted false"),
         (["actor.parallel.usp=2", "trainer.device=cpu"], "actor.parallel.usp", "Needs NCCL"),
         (["rollout.parallel.pp=2"], "rollout.parallel.pp", "sampler has no pp"),
-        (["actor.parallel.dp_shard=4", "trainer.nproc=2"], "actor.parallel", "do not multiply to the world size 2"),
-        (["actor.backend=grid", "actor.parallel.tp=3", "trainer.nproc=4"], "actor.parallel", "cannot be split"),
+        (["actor.parallel.dp_shard=4", "runtime.nproc=2"], "actor.parallel", "do not multiply to the world size 2"),
+        (["actor.backend=grid", "actor.parallel.tp=3", "runtime.nproc=4"], "actor.parallel", "cannot be split"),
         (["actor.backend=grid", "actor.parallel.tp=2"], "actor.parallel", "1 ranks cannot be split"),
     ],
 )
@@ -158,11 +158,11 @@ def test_axes_are_checked_before_anything_is_launched(
 
 
 def test_axes_that_the_records_allow_pass(plugins: PluginSet, run_file: Write) -> None:
-    overrides = ["actor.backend=grid", "actor.parallel.tp=2", "trainer.nproc=4", "rollout.parallel.tp=2"]
+    overrides = ["actor.backend=grid", "actor.parallel.tp=2", "runtime.nproc=4", "rollout.parallel.tp=2"]
     config = load_config(run_file(BASE), overrides, plugins=plugins).config
     assert config.actor.parallel.tp == 2
     # usp is there on cuda, and nothing says that this run is on another device.
-    assert load_config(run_file(BASE), ["actor.parallel.usp=2", "trainer.nproc=2"], plugins=plugins)
+    assert load_config(run_file(BASE), ["actor.parallel.usp=2", "runtime.nproc=2"], plugins=plugins)
 
 
 @pytest.mark.parametrize("where", ["config", "path"])
@@ -174,7 +174,7 @@ def test_constraints_on_heads_are_checked_where_the_model_is_known(
         "{path: model}" if where == "path" else "{config: {model_type: llama, num_attention_heads: 6}, tokenizer: a/b}"
     )
     path = run_file(BASE.replace("{path: org/tiny}", model))
-    overrides = ["actor.backend=grid", "trainer.nproc=12"]
+    overrides = ["actor.backend=grid", "runtime.nproc=12"]
     [problem] = problems_of(plugins, path, *overrides, "actor.parallel.tp=4")
     assert problem.path == "actor.parallel.tp"
     assert "attention heads must divide by tp" in problem.what

@@ -49,7 +49,7 @@ def one_problem(plugins: PluginSet, path: str, *overrides: str) -> Problem:
         ("actor.loss_agg_mode=token_mean", "Did you mean token-mean?"),
         ("trainer.device=gpu", "wanted one of auto, cpu, cuda, npu"),
         ("actor={backend: plain, a: 1}", "actor.a (override actor={backend: plain, a: 1}): unknown key"),
-        ("actor.optim=3", "found 3, wanted a section with keys such as lr, betas, eps, weight_decay"),
+        ("actor.optim=3", "found 3, wanted a section with keys such as name, lr, betas, eps"),
         ("actor.optim=null", "Write optim: {} or take the line out"),
         ("model.config=[1]", "found a list of 1, wanted a mapping, or null"),
         ("reward.components=[]", "found an empty list, wanted at least 1 in a list of sections"),
@@ -98,7 +98,7 @@ def test_a_word_where_a_list_is_wanted_is_told_the_brackets(plugins: PluginSet, 
         ("per_device_train_batch_size", "in rlctl this is actor.micro_batch_size_per_device"),
         ("actor.use_dynamic_bsz", "a token budget is what switches dynamic batches on"),
         ("zzzz", "keys of the file: model, data, actor"),
-        ("actor.optim.zzzz", "keys of actor.optim: lr, betas"),
+        ("actor.optim.zzzz", "keys of actor.optim: name, lr, betas"),
     ],
 )
 def test_unknown_keys_lead_to_the_right_one(key: str, hint: str, plugins: PluginSet, run_file: Write) -> None:

@@ -110,7 +110,8 @@ def test_a_verl_file_becomes_ours() -> None:
             "val_kwargs": {"temperature": 0.0, "top_k": 0, "n": 1},
         },
         "ref": {"micro_batch_size_per_device": 8},
-        "trainer": {"logger": ["console"], "nproc": 16, "save_freq": 0, "test_freq": 5, "total_epochs": 15},
+        "runtime": {"nproc": 16},
+        "trainer": {"logger": ["console"], "save_freq": 0, "test_freq": 5, "total_epochs": 15},
         "reward": {"components": [{"name": "score.py:f"}]},
     }
     lost = {item.path: (item.line, item.reason) for item in result.left_out if not item.needless}
@@ -219,7 +220,7 @@ def test_the_new_file_loads(run_file: Write, plugins: PluginSet, tmp_path: Path)
     path = run_file(result.to_yaml())
     overrides = ["actor.backend=grid", "actor.engine={}", "rollout.backend=sampler"]
     config = load_config(path, overrides, plugins=plugins).config
-    assert config.trainer.nproc == 16
+    assert config.runtime.nproc == 16
     assert config.actor.policy_loss.clip_ratio_high == 0.28
     _, problems = check(RunConfig, Document(result.values))
     assert problems == []

@@ -19,7 +19,9 @@ import click
 @click.option("--val-data", help="Validation file (data.val_files).")
 @click.option("--steps", type=click.IntRange(min=1), help="Training steps (trainer.total_training_steps).")
 @click.option("--seed", type=click.IntRange(min=0), help="Seed (trainer.seed).")
-@click.option("--nproc", type=click.IntRange(min=1), help="Processes (trainer.nproc).")
+@click.option("--nproc", type=click.IntRange(min=1), help="Processes, one a rank (runtime.nproc).")
+@click.option("--launcher", help="inline, process or ray (runtime.launcher).")
+@click.option("--address", help="Ray cluster to join: auto, or HOST:PORT (runtime.ray.address).")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Directory of this run; a new one, unless resuming.")
 @click.option(
     "--resume", metavar="RUN", help="Continue a run (path, name, unique prefix, or last) from its last checkpoint."

@@ -10,10 +10,11 @@ from typing import Any
 from rlctl.capabilities import UNDECLARED, AxisProblem, check_topology, find_capability
 from rlctl.config.document import Document, Loc, dotted
 from rlctl.config.problems import Problem, from_error
+from rlctl.config.schema_runtime import MAIN_POOL
 from rlctl.constraints import ModelFacts
 from rlctl.errors import CapabilityError
 from rlctl.records import Axis, BackendKind, BackendSpec, ModelType, Support
-from rlctl.topology import Topology, resolve
+from rlctl.topology import Topology, resolve, resolve_rollout
 
 _USABLE = (Support.SUPPORTED, Support.CONDITIONAL)
 _MAX_CONFIG_BYTES = 4 * 1024 * 1024
@@ -92,20 +93,21 @@ def _refused(
 def _topology(
     document: Document, role: str, spec: BackendSpec, axes: dict[str, int]
 ) -> Topology | CapabilityError | None:
-    """The topology of a role: of all processes for a training engine, of its own axes for a rollout engine."""
-    nproc = document.get(("trainer", "nproc"), 1)
+    """The topology of a role over its pool; ranks that a rollout engine's axes leave are replicas."""
+    nproc = _pool_size(document, role)
     if isinstance(nproc, bool) or not isinstance(nproc, int) or not 1 <= nproc < 2**31:
         return None
     try:
-        if spec.kind is BackendKind.TRAIN:
-            return resolve(nproc, axes)
-        alone = {"dp_shard": 1, **axes}
-        world = 1
-        for name in ("pp", "dp_replicate", "dp_shard", "cp", "usp", "tp"):
-            world *= alone.get(name, 1)
-        return resolve(world, alone)
+        return resolve(nproc, axes) if spec.kind is BackendKind.TRAIN else resolve_rollout(nproc, axes)
     except CapabilityError as error:
         return error
+
+
+def _pool_size(document: Document, role: str) -> object:
+    """Ranks of the pool where a role lives; what is wrong with the pool's name is the schema's matter."""
+    pool = document.get((role, "pool")) or (document.get(("actor", "pool")) if role == "ref" else None) or MAIN_POOL
+    place: Loc = ("runtime", "nproc") if pool == MAIN_POOL else ("runtime", "pools", str(pool), "nproc")
+    return document.get(place, 1)
 
 
 def _constraints(
@@ -128,6 +130,11 @@ def _constraints(
 
 def _broken(document: Document, role: str, spec: BackendSpec, problem: AxisProblem) -> Problem:
     loc: Loc = (role, "parallel", problem.axis)
+    if role == "rollout" and problem.axis == Axis.DP_REPLICATE and document.get(loc, 1) == 1:
+        # Nobody wrote it: it is what the pool's ranks come to.
+        words = f"{spec.name} does not run as {problem.size} replicas: {problem.reason}"
+        hint = "give it a pool of its own: runtime.pools.gen.nproc=1 and rollout.pool=gen"
+        return Problem(dotted(loc), str(document.origin(("runtime", "nproc"))), words, hint=hint)
     nearest = " or ".join(problem.nearest)
     hint = f"nearest that fits: {nearest}" if nearest else f"change {dotted((role, 'parallel'))}"
     return Problem(

@@ -68,8 +68,8 @@ def _off_is_needless(reason: str, unsupported: str) -> Rule:
 def _processes(value: Any, leaves: Mapping[str, Any]) -> Outcome:
     per_node, nodes = leaves.get("trainer.n_gpus_per_node", 1), leaves.get("trainer.nnodes", 1)
     if isinstance(per_node, int) and isinstance(nodes, int):
-        return {"trainer.nproc": per_node * nodes}
-    return Left("the number of processes is no number; set trainer.nproc")
+        return {"runtime.nproc": per_node * nodes}
+    return Left("the number of processes is no number; set runtime.nproc")
 
 
 def _truncation(value: Any, leaves: Mapping[str, Any]) -> Outcome:

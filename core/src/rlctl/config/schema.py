@@ -6,28 +6,17 @@ One name for one thing. Sizes say their unit: ``*_batch_size`` counts prompts un
 
 from __future__ import annotations
 
-from string import Formatter
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, field_validator, model_validator
+from pydantic import Field, PositiveFloat, field_validator, model_validator
 
+from rlctl.config.base import MAX_COUNT, Count, CountOrZero, Momentum, Seed
+from rlctl.config.base import Strict as Strict
+from rlctl.config.schema_data import ColumnsConfig as ColumnsConfig
+from rlctl.config.schema_data import DataConfig as DataConfig
+from rlctl.config.schema_data import TaskConfig as TaskConfig
+from rlctl.config.schema_runtime import MAIN_POOL, RuntimeConfig
 from rlctl.normalizer_modes import LossAggMode
-
-MAX_COUNT = 2**31 - 1
-"""Bound on every count: a number with a few zeros too many is a mistake, not a run."""
-
-Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
-CountOrZero = Annotated[int, Field(ge=0, le=MAX_COUNT)]
-Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
-Momentum = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Strict(BaseModel):
-    """Base of every section: unknown keys are refused, values are frozen."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, use_enum_values=False, allow_inf_nan=False
-    )
 
 
 class ModelConfig(Strict):
@@ -132,6 +121,7 @@ class TrainRole(Strict):
     backend: str = Field(default="fsdp2", description="Training backend; rlctl plugins lists them.")
     engine: dict[str, Any] = Field(default_factory=dict, description="The backend's own section.")
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Sizes of the parallel axes.")
+    pool: str = Field(default=MAIN_POOL, description="Pool of processes where it lives (runtime.pools).")
     micro_batch_size_per_device: Count | None = Field(default=None, description="Rows of a micro-batch.")
     max_tokens_per_device: Count | None = Field(
         default=None,
@@ -175,6 +165,7 @@ class RefConfig(TrainRole):
     backend: str = Field(
         default="", description="Training backend; empty: the actor's, with the actor's engine section."
     )
+    pool: str = Field(default="", description="Pool of processes where it lives; empty: the actor's.")
 
 
 class ValSampling(Strict):
@@ -191,7 +182,10 @@ class RolloutConfig(Strict):
 
     backend: str = Field(default="hf", description="Rollout backend; rlctl plugins lists them.")
     engine: dict[str, Any] = Field(default_factory=dict, description="The backend's own section.")
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Sizes of the parallel axes.")
+    parallel: ParallelConfig = Field(
+        default_factory=ParallelConfig, description="Sizes of the parallel axes; ranks that they leave are replicas."
+    )
+    pool: str = Field(default=MAIN_POOL, description="Pool of processes where it lives (runtime.pools).")
     n: Count = Field(default=8, description="Samples a prompt.")
     temperature: float = Field(default=1.0, gt=0, description="Sampling temperature.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Share of the probability that is kept; 1: all.")
@@ -231,81 +225,6 @@ class RewardConfig(Strict):
     timeout_s: PositiveFloat = Field(
         default=10.0, description="Limit for one call of a user's function or of math-verify."
     )
-
-
-class TaskConfig(Strict):
-    """A procedural task: rows are made from a seed."""
-
-    name: str = Field(min_length=1, description="A task of rlctl, or reasoning_gym:NAME.")
-    args: dict[str, Any] = Field(default_factory=dict, description="Settings of the task.")
-    train_size: Count = Field(default=10_000, description="Training rows.")
-    val_size: Count = Field(default=256, description="Validation rows, which no training row repeats.")
-    seed: Seed = Field(default=0, description="The rows follow from it.")
-
-
-class ColumnsConfig(Strict):
-    """Names of columns where they are not found by themselves."""
-
-    prompt: str | None = Field(default=None, description="Text, or chat messages.")
-    answer: str | None = Field(default=None, description="Ground truth for the reward.")
-    response: str | None = Field(default=None, description="Target text for SFT.")
-    messages: str | None = Field(default=None, description="Whole conversations, for SFT.")
-    data_source: str | None = Field(default=None, description="Where a row comes from; metrics are split by it.")
-
-
-class DataConfig(Strict):
-    """Rows: files or a procedural task."""
-
-    train_files: tuple[str, ...] = Field(
-        default=(), description="jsonl or parquet files, directories of splits, or hf:DATASET[/CONFIG]:SPLIT."
-    )
-    val_files: tuple[str, ...] = Field(
-        default=(), description="As train_files; default: the test or validation files of its directories."
-    )
-    task: TaskConfig | None = Field(default=None, description="A procedural task instead of files.")
-    columns: ColumnsConfig = Field(
-        default_factory=ColumnsConfig, description="Names of columns where they are not found by themselves."
-    )
-    train_max_samples: Count | None = Field(default=None, description="Use only the first rows for training.")
-    val_max_samples: Count | None = Field(default=None, description="Use only the first rows for validation.")
-    train_batch_size: Count = Field(default=32, description="Prompts a step (RL); rows an optimizer step (SFT).")
-    val_batch_size: Count = Field(default=128, description="Rows of validation that are worked on together.")
-    max_prompt_length: Count = Field(default=512, description="Longest prompt, in tokens.")
-    max_response_length: Count = Field(default=512, description="Longest response, in tokens.")
-    overlong_prompts: Literal["error", "filter"] = Field(
-        default="error",
-        description="What happens to rows over the limit: refuse the data, or leave them out and say so.",
-    )
-    shuffle: bool = Field(default=True, description="A new order each epoch, from trainer.seed.")
-    apply_chat_template: Literal["auto", "always", "never"] = Field(
-        default="auto", description="auto: when the tokenizer has a template."
-    )
-    system_prompt: str | None = Field(default=None, description="System message of rows that have none.")
-    prompt_template: str | None = Field(
-        default=None, description="Text with {prompt} where the prompt goes; braces of its own are written twice."
-    )
-
-    @field_validator("prompt_template")
-    @classmethod
-    def _has_prompt(cls, value: str | None) -> str | None:
-        if value is None:
-            return value
-        try:
-            fields = {name for _, name, _, _ in Formatter().parse(value) if name is not None}
-            value.format(prompt="")
-        except (ValueError, KeyError, IndexError, AttributeError):
-            fields = set()
-        if fields != {"prompt"}:
-            raise ValueError("the template needs {prompt} and no other field; braces of its own are written {{ and }}")
-        return value
-
-    @model_validator(mode="after")
-    def _one_source(self) -> DataConfig:
-        if self.task is None and not self.train_files:
-            raise ValueError("set data.train_files (jsonl or parquet) or data.task (procedural)")
-        if self.task is not None and (self.train_files or self.val_files):
-            raise ValueError("set one of data.train_files and data.task, not both")
-        return self
 
 
 class WarmStartConfig(Strict):
@@ -358,9 +277,11 @@ class TrainerConfig(Strict):
     experiment_name: str | None = Field(default=None, description="Name of the run; default: the recipe's.")
     rollout_samples: Count = Field(default=8, description="Rows of each step kept as samples.")
     device: Literal["auto", "cpu", "cuda", "npu"] = Field(default="auto", description="auto: what the machine has.")
-    nproc: Count = Field(default=1, description="Processes (ranks). This version launches one.")
     num_threads: Annotated[int, Field(ge=1, le=4096)] | None = Field(
-        default=None, description="CPU threads of torch; default: torch's own."
+        default=None, description="CPU threads of torch in each process; default: the cores, shared by the processes."
+    )
+    balance_batch: bool = Field(
+        default=True, description="Give data parallel ranks equal tokens, not just equal rows (Karmarkar-Karp)."
     )
 
 
@@ -375,6 +296,9 @@ class RunConfig(Strict):
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="How rewards become advantages.")
     reward: RewardConfig = Field(default_factory=RewardConfig, description="A weighted sum of rewards.")
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The loop.")
+    runtime: RuntimeConfig = Field(
+        default_factory=RuntimeConfig, description="Processes: how many, started how, and how long they are waited for."
+    )
     guards: GuardsConfig = Field(default_factory=GuardsConfig, description="What stops a run that has gone wrong.")
     warm_start: WarmStartConfig | None = Field(default=None, description="A short SFT before RL.")
 
@@ -393,6 +317,13 @@ class RunConfig(Strict):
                 f"data.train_batch_size {self.data.train_batch_size} is not a multiple of "
                 f"actor.ppo_mini_batch_size {mini}"
             )
+        for path, pool in (
+            ("actor.pool", self.actor.pool),
+            ("ref.pool", self.ref.pool),
+            ("rollout.pool", self.rollout.pool),
+        ):
+            if pool and pool not in self.runtime.sizes():
+                faults.append(f"{path} is {pool!r}, and the pools are {', '.join(self.runtime.sizes())}")
         longest = self.data.max_prompt_length + self.data.max_response_length
         for role, budget in (("actor", self.actor.max_tokens_per_device), ("ref", self.ref.max_tokens_per_device)):
             if budget is not None and budget < longest:

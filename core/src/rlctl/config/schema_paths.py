@@ -11,8 +11,9 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from rlctl.config.base import MAX_COUNT
 from rlctl.config.document import Loc
-from rlctl.config.schema import MAX_COUNT, RunConfig
+from rlctl.config.schema import RunConfig
 
 EngineModels = Mapping[str, type[BaseModel]]
 """Role (``actor``, ``ref``, ``rollout``) to the config model of its backend's ``engine`` section."""

@@ -11,10 +11,10 @@ import torch
 from rlctl.algorithms.losses import PolicyLoss
 from rlctl.batch import PackedBatch, padding_like
 from rlctl.config.schema import ActorConfig
-from rlctl.engine import Engine
 from rlctl.microbatch import MicroBatchPlan
 from rlctl.normalizer import item_weights
 from rlctl.roles.budget import SkipBudget
+from rlctl.runtime.remote import RemoteEngine
 
 
 @dataclass
@@ -30,7 +30,7 @@ class ActorRole:
         check_rollout: compare rollout and trainer probabilities on the first mini-batch after each sync.
     """
 
-    engine: Engine
+    engine: RemoteEngine
     config: ActorConfig
     plan: MicroBatchPlan
     norm_length: int
@@ -73,7 +73,7 @@ class ActorRole:
     def _weighted(self, batch: PackedBatch, rows: list[int], keep: set[int]) -> PackedBatch:
         """The mini-batch ``rows``, weighted as a whole, less the rows without a gradient."""
         mini = batch.select(rows)
-        weights = item_weights(mini, self.config.loss_agg_mode, reduce=self.engine.reduce, norm_length=self.norm_length)
+        weights = item_weights(mini, self.config.loss_agg_mode, norm_length=self.norm_length)
         mini = mini.with_items(item_weight=weights)
         kept = [i for i, row in enumerate(rows) if row in keep]
         if not kept:

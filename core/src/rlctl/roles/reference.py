@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import torch
 
 from rlctl.batch import PackedBatch
-from rlctl.engine import Engine
 from rlctl.microbatch import MicroBatchPlan
+from rlctl.runtime.remote import RemoteEngine
 
 
 @dataclass
 class ReferenceRole:
     """A training engine built with ``forward_only``."""
 
-    engine: Engine
+    engine: RemoteEngine
     plan: MicroBatchPlan
 
     def score(self, batch: PackedBatch) -> torch.Tensor:

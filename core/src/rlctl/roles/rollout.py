@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlctl.config.schema import RolloutConfig
-from rlctl.engine import Engine
 from rlctl.generation import Completion, GenerateRequest, SamplingParams
-from rlctl.sync import SyncReport, sync_weights
+from rlctl.runtime.remote import RemoteEngine
+from rlctl.sync import SyncReport
 
 
 @dataclass
@@ -21,7 +21,7 @@ class RolloutRole:
         dtype: dtype of a copy, None for the master weights'.
     """
 
-    engine: Engine
+    engine: RemoteEngine
     config: RolloutConfig
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
@@ -29,22 +29,17 @@ class RolloutRole:
     dtype: str | None = None
     version: int = 0
 
-    def sync(self, actor: Engine) -> SyncReport:
+    def sync(self, actor: RemoteEngine) -> SyncReport:
         """Serve the actor's weights from here on."""
         self.version += 1
-        return sync_weights(
-            actor,
-            self.engine,
-            self.version,
-            share=self.config.share_weights,
-            verify=self.verify_sync,
-            dtype=self.dtype,
+        return actor.sync_to(
+            self.engine, self.version, share=self.config.share_weights, verify=self.verify_sync, dtype=self.dtype
         )
 
     def sample(
-        self, prompts: Sequence[Sequence[int]], seed: int, on_done: Callable[[Completion], None] | None = None
+        self, prompts: Sequence[Sequence[int]], seed: int, on_progress: Callable[[int], None] | None = None
     ) -> list[Completion]:
-        """``n`` completions a prompt under the training distribution."""
+        """``n`` completions a prompt under the training distribution; ``on_progress`` is told how many more are done."""
         cfg = self.config
         params = SamplingParams(
             n=cfg.n,
@@ -56,10 +51,10 @@ class RolloutRole:
             stop_token_ids=self.stop_token_ids,
             seed=seed,
         )
-        return self.engine.generate(GenerateRequest(prompts, params), on_done)
+        return self.engine.generate(GenerateRequest(prompts, params), on_progress)
 
     def validate(
-        self, prompts: Sequence[Sequence[int]], seed: int, on_done: Callable[[Completion], None] | None = None
+        self, prompts: Sequence[Sequence[int]], seed: int, on_progress: Callable[[int], None] | None = None
     ) -> list[Completion]:
         """Completions under ``rollout.val_kwargs`` (greedy unless set otherwise)."""
         val = self.config.val_kwargs
@@ -73,4 +68,4 @@ class RolloutRole:
             stop_token_ids=self.stop_token_ids,
             seed=seed,
         )
-        return self.engine.generate(GenerateRequest(prompts, params), on_done)
+        return self.engine.generate(GenerateRequest(prompts, params), on_progress)

@@ -68,6 +68,11 @@ class WorkerGroup:
     def inline(self) -> bool:
         return isinstance(self._transport, InlineTransport)
 
+    @property
+    def closed(self) -> bool:
+        """True once the ranks have ended, kindly or not."""
+        return self._closed
+
     def start(self) -> None:
         """Launch every rank and wait until all have answered.
 

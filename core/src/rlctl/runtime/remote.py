@@ -57,7 +57,7 @@ class RemoteEngine:
         self.places = tuple(places)
         self.info = info
         self.dp_size = places[0].dp_size
-        self.mesh = MeshInfo(world_size=group.world_size, device=places[0].device)
+        self.mesh: MeshInfo | None = MeshInfo(world_size=group.world_size, device=places[0].device)
         self._balance = balance
 
     @classmethod
@@ -266,7 +266,9 @@ class RemoteEngine:
         return {name: max(m[name] for m in found) for name in found[0]}
 
     def shutdown(self) -> None:
-        self.group.call("drop", self.role)
+        """Shut the engine down on every rank; nothing to do where the group has ended."""
+        if not self.group.closed:
+            self.group.call("drop", self.role)
 
 
 def _stream(source: RemoteEngine, target: RemoteEngine, version: int, *, verify: bool, dtype: str | None) -> SyncReport:

@@ -22,7 +22,7 @@ from rlctl.roles.budget import SkipBudget
 from rlctl.roles.reference import ReferenceRole
 from rlctl.roles.rollout import RolloutRole
 from rlctl.trainers.evaluation import ScoredRollout, length_metrics, score_completions, validate
-from rlctl.trainers.setup import Context, memory_metrics
+from rlctl.trainers.setup import Context
 
 
 @dataclass
@@ -79,7 +79,7 @@ class RLTrainer:
             prompts = [self.encoder.prompt_ids(row) for row in rows]
             seed = step_seed(config.trainer.seed, step)
             with self.context.reporter.phase("generate", len(rows) * config.rollout.n) as bar:
-                completions = self.rollout.sample(prompts, seed, lambda _: bar.advance(1))
+                completions = self.rollout.sample(prompts, seed, bar.advance)
         with timer("reward"), self.context.reporter.phase("reward", None):
             rollout = score_completions(rows, prompts, completions, self.encoder, self.scorer)
         with timer("adv"):
@@ -112,9 +112,10 @@ class RLTrainer:
             "sync/bytes": float(sync.num_bytes),
             "perf/time_per_step": elapsed,
             "perf/total_num_tokens": float(total_tokens),
-            "perf/throughput": total_tokens / elapsed,
+            "perf/throughput": total_tokens / elapsed / self.context.pools.num_ranks,
             "perf/gen_throughput": sum(len(c.token_ids) for c in completions) / timer.seconds["gen"],
-            **memory_metrics(self.context.device),
+            **self.actor.engine.seqlen_metrics(batch),
+            **self.actor.engine.memory(),
         }
         return metrics, rollout
 

@@ -20,9 +20,7 @@ from rlctl.data.rewards import build_reward
 from rlctl.data.rows import load_rows
 from rlctl.data.sampler import BatchSampler
 from rlctl.data.tokenizer import load_tokenizer
-from rlctl.engine import Engine
 from rlctl.errors import CheckpointError, RlctlError
-from rlctl.export import write_hf_directory
 from rlctl.interrupts import shielded
 from rlctl.manifest import build_manifest, filtered_sampling
 from rlctl.plugins import PluginSet
@@ -31,6 +29,7 @@ from rlctl.roles.budget import NonFiniteStepsError, SkipBudget
 from rlctl.roles.reference import ReferenceRole
 from rlctl.roles.rollout import RolloutRole
 from rlctl.rundir import RunDirectory
+from rlctl.runtime.remote import RemoteEngine
 from rlctl.tracking import build_tracker
 from rlctl.tracking.reporter import Reporter
 from rlctl.trainers import setup
@@ -71,11 +70,12 @@ class Runner:
         self.context = setup.make_context(resolved, plugins, reporter)
         self.plugins = plugins
         self.run = self._open_run(run_dir, resume)
+        self.context.pools.log_dir = self.run.path.absolute() / "workers"
         self.resuming = resume is not None
         self.begun = not self.resuming
         self.checkpoint: Checkpoint | None = None
         reporter.message(f"run directory {self.run.path}")
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[str, RemoteEngine] = {}
         self.closing = ExitStack()
         self.best: tuple[float, int] | None = None
         self.watched: list[tuple[int, int]] = []
@@ -100,6 +100,7 @@ class Runner:
         config, context = self.config, self.context
         with self.reporter.phase("start-up", None):
             model = setup.prepare_model(context)
+            setup.check_roles(context, model)
             tokenizer = load_tokenizer(model)
             encoder = PromptEncoder(tokenizer, config.data)
             train_rows, val_rows = load_rows(config.data, "train"), load_rows(config.data, "val")
@@ -194,8 +195,7 @@ class Runner:
             raise
         finally:
             with shielded():
-                for engine in self.engines.values():
-                    engine.shutdown()
+                self.context.pools.close()
                 self.closing.close()
                 self.reporter.close()
         return result
@@ -235,7 +235,11 @@ class Runner:
     def _loop(self, trainer: RLTrainer | SFTTrainer, result: RunResult) -> None:
         cfg = self.config.trainer
         start = result.steps = self._resume(trainer) if self.resuming else 0
-        self.run.update_manifest(engines=setup.describe_engines(self.engines), total_training_steps=self.total_steps)
+        self.run.update_manifest(
+            engines=setup.describe_engines(self.engines),
+            runtime=self.context.pools.describe(),
+            total_training_steps=self.total_steps,
+        )
         self.reporter.message(setup.start_line(self.context, self.engines["actor"], self.total_steps))
         plain = self.config.model_dump(mode="json")
         resume_step = start if self.resuming else None
@@ -298,13 +302,7 @@ class Runner:
         return metrics
 
     def _export(self, dest: Path) -> None:
-        write_hf_directory(
-            self.engines["actor"].export_weights(None),
-            model=self.model,
-            tokenizer=self.tokenizer,
-            dest=dest,
-            dtype=None,
-        )
+        self.engines["actor"].export_directory(dest.absolute(), self.model)
 
     def _save(self, trainer: RLTrainer | SFTTrainer, step: int) -> None:
         state = {"step": step, "trainer": trainer.state_dict(), "best": list(self.best) if self.best else None}

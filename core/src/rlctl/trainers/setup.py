@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlctl import device as devices
-from rlctl import registry, topology
+from rlctl import evidence, registry, topology
+from rlctl.capabilities import require_topology
 from rlctl.config.load import ResolvedConfig
 from rlctl.config.schema import ModelConfig, OptimConfig, RunConfig, TrainRole
+from rlctl.constraints import ModelFacts
 from rlctl.device import Device, detect_device
-from rlctl.engine import Engine
-from rlctl.errors import CapabilityError
 from rlctl.microbatch import MicroBatchPlan
 from rlctl.models import resolve_model_source
 from rlctl.plugins import PluginSet
-from rlctl.records import BackendKind, ModelType
+from rlctl.records import Axis, BackendKind, ModelType
+from rlctl.runtime.pools import Pools
+from rlctl.runtime.records import BuildSpec
+from rlctl.runtime.remote import RemoteEngine
+from rlctl.topology import Topology
 from rlctl.tracking.reporter import Reporter
 
 DEFAULT_TOKENS_PER_DEVICE = 16_384
@@ -31,31 +36,29 @@ class Context:
     plugins: PluginSet
     device: Device
     reporter: Reporter
+    pools: Pools
 
     @property
     def config(self) -> RunConfig:
         return self.resolved.config
 
 
-def make_context(resolved: ResolvedConfig, plugins: PluginSet, reporter: Reporter) -> Context:
-    """Detect the device and set the CPU threads.
+def make_context(
+    resolved: ResolvedConfig, plugins: PluginSet, reporter: Reporter, log_dir: Path | None = None
+) -> Context:
+    """Detect the device and describe the pools; no process is started yet.
 
-    Raises:
-        CapabilityError: more than one process is asked for, which this version cannot launch.
+    Args:
+        log_dir: where ranks of other processes write what they print.
     """
     config = resolved.config
-    if config.trainer.nproc != 1:
-        raise CapabilityError(
-            "this version trains in one process",
-            found=f"trainer.nproc={config.trainer.nproc}",
-            wanted="1; the engines already run on several ranks, the launcher for them is the next release's",
-            next="leave --nproc out",
-        )
     import torch
 
     if config.trainer.num_threads is not None:
         torch.set_num_threads(config.trainer.num_threads)
-    return Context(resolved, plugins, detect_device(config.trainer.device), reporter)
+    device = detect_device(config.trainer.device)
+    pools = Pools(config, plugins, device, log_dir=log_dir, notice=reporter.message)
+    return Context(resolved, plugins, device, reporter, pools)
 
 
 def token_plan(role: TrainRole, config: RunConfig) -> MicroBatchPlan:
@@ -71,20 +74,94 @@ def prepare_model(context: Context) -> ModelConfig:
     return resolve_model_source(context.config.model, notice=context.reporter.message)
 
 
-def _engine(
-    context: Context, name: str, kind: BackendKind, role: str, section: Mapping[str, Any]
-) -> tuple[Engine, dict[str, Any]]:
+def train_spec(
+    context: Context,
+    role: TrainRole,
+    model: ModelConfig,
+    *,
+    name: str,
+    optim: OptimConfig | None,
+    backend: str | None = None,
+    engine_section: Mapping[str, Any] | None = None,
+) -> BuildSpec:
+    """The training engine of the role called ``name``; without ``optim`` it is forward-only. Nothing is started.
+
+    Raises:
+        RlctlError: the backend does not answer, or cannot run the topology.
+    """
+    world = context.pools.size(_pool(context, role))
+    axes = topology.resolve(world, role.parallel.model_dump())
+    section = role.engine if engine_section is None else engine_section
+    return _spec(context, name, BackendKind.TRAIN, backend or role.backend, section, axes, model, optim)
+
+
+def rollout_spec(context: Context, model: ModelConfig, *, name: str = "rollout") -> BuildSpec:
+    """The rollout engine. Its weights come with the first sync."""
+    config = context.config.rollout
+    axes = topology.resolve_rollout(context.pools.size(config.pool), config.parallel.model_dump())
+    return _spec(context, name, BackendKind.ROLLOUT, config.backend, config.engine, axes, model, None)
+
+
+def _spec(
+    context: Context,
+    name: str,
+    kind: BackendKind,
+    backend: str,
+    section: Mapping[str, Any],
+    axes: Topology,
+    model: ModelConfig,
+    optim: OptimConfig | None,
+) -> BuildSpec:
+    device = context.device
     record = registry.resolve_backend(
         context.plugins,
-        name,
+        backend,
         kind,
         ModelType.LANGUAGE_MODEL,
-        context.device.type,
-        context.device.vendor,
+        device.type,
+        device.vendor,
         notice=context.reporter.message,
     )
-    settings = {**section, "device": context.device.type}
-    return registry.create_engine(context.plugins, record, role=role, settings=settings), settings
+    for note in require_topology(record, axes, device.type, device.vendor, facts=model_facts(model)):
+        context.reporter.message(f"{name}: {note}")
+    sizes = {axis.value: int(getattr(axes, axis.value)) for axis in Axis}
+    return BuildSpec(
+        role=name,
+        kind=str(kind),
+        backend=record.spec.name,
+        model={**model.model_dump(), "seed": context.config.trainer.seed},
+        engine=dict(section),
+        axes=sizes,
+        optimizer=None if optim is None else optim.model_dump(),
+    )
+
+
+def model_facts(model: ModelConfig) -> ModelFacts:
+    """Heads, layers and experts of a model whose config is at hand; empty for one that is still on a hub."""
+    config = model.config
+    if config is None and model.path is not None:
+        try:
+            config = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return ModelFacts()
+    return ModelFacts.from_config(config) if isinstance(config, Mapping) else ModelFacts()
+
+
+def check_roles(context: Context, model: ModelConfig) -> None:
+    """Look every engine of the run up and check its topology, before any process is started.
+
+    Raises:
+        RlctlError: a backend does not answer, or cannot run its topology.
+    """
+    config = context.config
+    train_spec(context, config.actor, model, name="actor", optim=None)
+    if config.trainer.type == "sft":
+        return
+    rollout_spec(context, model)
+    if config.actor.use_kl_loss:
+        ref = config.ref
+        backend, section = ref.backend or config.actor.backend, ref.engine or config.actor.engine
+        train_spec(context, ref, model, name="ref", optim=None, backend=backend, engine_section=section)
 
 
 def build_train_engine(
@@ -96,38 +173,21 @@ def build_train_engine(
     optim: OptimConfig | None,
     backend: str | None = None,
     engine_section: Mapping[str, Any] | None = None,
-) -> Engine:
-    """Build a training engine for the role called ``name``; without ``optim`` it is forward-only."""
-    engine, settings = _engine(
-        context,
-        backend or role.backend,
-        BackendKind.TRAIN,
-        name,
-        role.engine if engine_section is None else engine_section,
-    )
-    seed = context.config.trainer.seed
-    engine.build(
-        topology.resolve(1, role.parallel.model_dump()),
-        settings,
-        {**model.model_dump(), "seed": seed},
-        None if optim is None else optim.model_dump(),
-        forward_only=optim is None,
-    )
-    return engine
+) -> RemoteEngine:
+    """Build a training engine in its pool, whose processes start with the first one; see :func:`train_spec`."""
+    spec = train_spec(context, role, model, name=name, optim=optim, backend=backend, engine_section=engine_section)
+    group = context.pools.group(_pool(context, role))
+    return RemoteEngine.build(group, spec, balance=context.config.trainer.balance_batch)
 
 
-def build_rollout_engine(context: Context, model: ModelConfig) -> Engine:
-    """Build the rollout engine. Its weights come with the first sync."""
-    config = context.config.rollout
-    engine, settings = _engine(context, config.backend, BackendKind.ROLLOUT, "rollout", config.engine)
-    engine.build(
-        topology.resolve(1, config.parallel.model_dump()),
-        settings,
-        {**model.model_dump(), "seed": context.config.trainer.seed},
-        None,
-        forward_only=True,
-    )
-    return engine
+def build_rollout_engine(context: Context, model: ModelConfig, *, name: str = "rollout") -> RemoteEngine:
+    """Build the rollout engine in its pool; see :func:`rollout_spec`."""
+    spec = rollout_spec(context, model, name=name)
+    return RemoteEngine.build(context.pools.group(context.config.rollout.pool), spec)
+
+
+def _pool(context: Context, role: TrainRole) -> str:
+    return role.pool or context.config.actor.pool
 
 
 def schedule_length(config: RunConfig, num_rows: int) -> int:
@@ -144,25 +204,31 @@ def with_schedule(optim: OptimConfig, optimizer_steps: int) -> OptimConfig:
     return optim.model_copy(update={"total_training_steps": optimizer_steps})
 
 
-def describe_engines(engines: Mapping[str, Engine]) -> dict[str, Any]:
+def describe_engines(engines: Mapping[str, RemoteEngine]) -> dict[str, Any]:
     """Engine notes for the manifest."""
     out: dict[str, Any] = {}
     for role, engine in engines.items():
         info = engine.info
         out[role] = {
             "backend": engine.name,
-            "num_parameters": info.num_parameters if info else None,
-            "model_family": info.model_family if info else None,
-            "notes": dict(info.notes) if info else {},
+            "num_parameters": info.num_parameters,
+            "model_family": info.model_family,
+            "notes": dict(info.notes),
+            "pool": engine.group.name,
+            "axes": {name: size for name, size in engine.axes.items() if size > 1},
         }
     return out
 
 
-def start_line(context: Context, actor: Engine, total_steps: int) -> str:
+def start_line(context: Context, actor: RemoteEngine, total_steps: int) -> str:
     """One line that says what is about to be trained, and how."""
     config, info = context.config, actor.info
-    model = f"{info.model_family}, {info.num_parameters / 1e6:.1f}M parameters" if info else "a model"
-    on = f"{devices.device_name(context.device)} ({actor.name})"
+    model = f"{info.model_family}, {info.num_parameters / 1e6:.1f}M parameters"
+    axes = evidence.axes_words({name: size for name, size in actor.axes.items() if size > 1})
+    ranks = (
+        f", {context.pools.num_ranks} ranks by {context.pools.launcher}, {axes}" if context.pools.num_ranks > 1 else ""
+    )
+    on = f"{devices.device_name(context.device)} ({actor.name}{ranks})"
     if config.trainer.type == "sft":
         return f"SFT of {model}, on {on}: {total_steps} steps of {config.data.train_batch_size} rows"
     return (
@@ -170,14 +236,6 @@ def start_line(context: Context, actor: Engine, total_steps: int) -> str:
         f"{config.rollout.n} samples; reward: mean over samples, val score: held-out rows"
         + (", greedy" if config.rollout.val_kwargs.temperature == 0 else "")
     )
-
-
-def memory_metrics(device: Device) -> dict[str, float]:
-    """Peak memory so far, in GB: of this process, and of the device where it has memory of its own."""
-    metrics = {"perf/max_rss_gb": devices.peak_rss_gb()}
-    if device.type != "cpu":
-        metrics["perf/max_memory_allocated_gb"] = devices.max_memory_allocated_gb(device)
-    return metrics
 
 
 def run_name(resolved: ResolvedConfig) -> str:

@@ -14,11 +14,11 @@ from rlctl.batch import PackedBatch, pack
 from rlctl.data.prompts import PromptEncoder
 from rlctl.data.rows import Row
 from rlctl.data.sampler import BatchSampler
-from rlctl.engine import Engine
 from rlctl.errors import DataError
 from rlctl.microbatch import MicroBatchPlan
 from rlctl.roles.budget import SkipBudget
-from rlctl.trainers.setup import Context, memory_metrics
+from rlctl.runtime.remote import RemoteEngine
+from rlctl.trainers.setup import Context
 
 
 @dataclass
@@ -29,7 +29,7 @@ class SFTTrainer:
     """
 
     context: Context
-    engine: Engine
+    engine: RemoteEngine
     plan: MicroBatchPlan
     encoder: PromptEncoder
     sampler: BatchSampler
@@ -86,8 +86,9 @@ class SFTTrainer:
             "timing_s/step": elapsed,
             "perf/time_per_step": elapsed,
             "perf/total_num_tokens": float(batch.num_items),
-            "perf/throughput": batch.num_items / elapsed,
-            **memory_metrics(self.context.device),
+            "perf/throughput": batch.num_items / elapsed / self.context.pools.num_ranks,
+            **self.engine.seqlen_metrics(batch),
+            **self.engine.memory(),
         }
 
     def validate(self) -> dict[str, float]:

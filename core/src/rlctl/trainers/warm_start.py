@@ -14,7 +14,6 @@ from rlctl.data.rewards import RewardScorer
 from rlctl.data.rows import Row
 from rlctl.data.sampler import BatchSampler
 from rlctl.errors import DataError
-from rlctl.export import write_hf_directory
 from rlctl.roles.budget import SkipBudget
 from rlctl.roles.rollout import RolloutRole
 from rlctl.trainers.evaluation import score_completions
@@ -75,7 +74,10 @@ def warm_start(
     if settings.stop_at_score is not None:
         sampling = config.rollout.model_copy(update={"n": 1})
         rollout = RolloutRole(
-            build_rollout_engine(context, model), sampling, config.data.max_response_length, encoder.stop_token_ids
+            build_rollout_engine(context, model, name="warm_start_rollout"),
+            sampling,
+            config.data.max_response_length,
+            encoder.stop_token_ids,
         )
     log: list[dict[str, Any]] = []
     with context.reporter.phase("warm start (SFT)", settings.steps) as bar:
@@ -94,9 +96,7 @@ def warm_start(
     last = log[-1]
     score = f", sampled score {last['val/score/mean']:.3f}" if "val/score/mean" in last else ""
     context.reporter.message(f"warm start: {len(log)} SFT steps, loss {last['train/loss']:.3f}{score}")
-    write_hf_directory(
-        engine.export_weights(None), model=model, tokenizer=encoder.tokenizer, dest=dest / "export", dtype=None
-    )
+    engine.export_directory((dest / "export").absolute(), model)
     if rollout is not None:
         rollout.engine.shutdown()
     engine.shutdown()

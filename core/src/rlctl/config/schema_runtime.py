@@ -1,0 +1,79 @@
+"""The ``runtime`` section: the processes of a run. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, model_validator
+
+from rlctl.config.base import Count, Strict
+
+MAIN_POOL = "main"
+"""The pool that exists without being named; roles live there unless they say otherwise."""
+
+
+class PoolConfig(Strict):
+    """A further pool of processes, for roles that name it."""
+
+    nproc: Count = Field(default=1, description="Processes (ranks) of the pool.")
+
+
+class RayConfig(Strict):
+    """Where Ray is, and how ranks are laid out on its nodes. Used with launcher ray."""
+
+    address: str | None = Field(
+        default=None, description="auto, or HOST:PORT of a running cluster; default: a cluster of this run's own."
+    )
+    strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = Field(
+        default="PACK", description="How the ranks of a pool are laid out over nodes."
+    )
+    cpus_per_rank: PositiveFloat = Field(default=1.0, description="CPUs that Ray sets aside for a rank.")
+    placement_timeout_s: PositiveFloat = Field(
+        default=120.0, description="Longest wait for resources that the cluster has but does not have free."
+    )
+
+
+class RuntimeConfig(Strict):
+    """Processes: how many, started how, and how long they are waited for."""
+
+    launcher: Literal["auto", "inline", "process", "ray"] = Field(
+        default="auto",
+        description="inline: one rank in this very process. process: one process a rank on this host. ray: Ray actors, on "
+        "one node or many. auto: inline for one rank, else process.",
+    )
+    nproc: Count = Field(default=1, description="Processes (ranks) of the main pool.")
+    pools: dict[str, PoolConfig] = Field(
+        default_factory=dict,
+        description="Further pools by name, for roles that shall not share the main pool's processes.",
+    )
+    ray: RayConfig = Field(default_factory=RayConfig, description="Where Ray is. Used with launcher ray.")
+    start_timeout_s: PositiveFloat = Field(default=300.0, description="Longest wait for the first word of every rank.")
+    hang_timeout_s: PositiveFloat = Field(
+        default=1800.0, description="A run ends when no rank makes any progress for this long."
+    )
+    collective_timeout_s: PositiveFloat = Field(
+        default=1800.0, description="Limit of one collective between ranks, for the collective library itself."
+    )
+    failure_grace_s: PositiveFloat = Field(
+        default=3.0, description="After a first failure, how long the other ranks' last words are waited for."
+    )
+
+    @model_validator(mode="after")
+    def _pools_fit(self) -> RuntimeConfig:
+        if MAIN_POOL in self.pools:
+            raise ValueError("the main pool is runtime.nproc itself: take main out of runtime.pools")
+        if self.launcher == "inline" and (self.nproc > 1 or self.pools):
+            raise ValueError(
+                "launcher inline has one rank: set nproc to 1 without pools, or launcher to process or ray"
+            )
+        return self
+
+    def sizes(self) -> dict[str, int]:
+        """Pool name -> number of ranks, the main pool first."""
+        return {MAIN_POOL: self.nproc, **{name: pool.nproc for name, pool in self.pools.items()}}
+
+    def chosen_launcher(self) -> str:
+        """``inline``, ``process`` or ``ray``."""
+        if self.launcher != "auto":
+            return self.launcher
+        return "inline" if self.nproc == 1 and not self.pools else "process"

@@ -1,0 +1,135 @@
+"""The worker groups of a run, by pool. A group starts when the first engine is built in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from rlctl.config.schema import RunConfig
+from rlctl.device import Device
+from rlctl.plugins import PluginSet
+from rlctl.runtime.group import Limits, WorkerGroup
+from rlctl.runtime.records import Boot
+from rlctl.runtime.transports.base import Transport
+from rlctl.runtime.transports.inline import InlineTransport
+from rlctl.runtime.worker import Worker
+
+
+class Pools:
+    """Starts groups, keeps them, and ends them all.
+
+    Args:
+        log_dir: where ranks of other processes write what they print; may be set until the first group starts.
+        notice: told what a backend has to say once (aliases, left-out wrappers), and what is started.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        plugins: PluginSet,
+        device: Device,
+        *,
+        log_dir: Path | None = None,
+        notice: Callable[[str], None] | None = None,
+    ) -> None:
+        self._config = config
+        self._plugins = plugins
+        self._device = device
+        self.log_dir = log_dir
+        self._notice = notice or (lambda text: None)
+        self._groups: dict[str, WorkerGroup] = {}
+        self.launcher = config.runtime.chosen_launcher()
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all pools together."""
+        return sum(self._config.runtime.sizes().values())
+
+    def size(self, pool: str) -> int:
+        """Ranks of one pool."""
+        return self._config.runtime.sizes()[pool]
+
+    def group(self, pool: str) -> WorkerGroup:
+        """The running group of ``pool``; starts it the first time.
+
+        Raises:
+            RlctlError: it cannot be started.
+        """
+        if pool not in self._groups:
+            runtime = self._config.runtime
+            limits = Limits(runtime.start_timeout_s, runtime.hang_timeout_s, runtime.failure_grace_s)
+            group = WorkerGroup(pool, self._transport(pool), self._boots(pool), Worker, limits)
+            group.start()
+            self._groups[pool] = group
+        return self._groups[pool]
+
+    def close(self) -> None:
+        """End every group, kindly."""
+        for group in self._groups.values():
+            group.close()
+
+    def kill(self) -> None:
+        """End every group now."""
+        for group in self._groups.values():
+            group.kill()
+
+    def describe(self) -> dict[str, object]:
+        """For the manifest: launcher, and each pool's ranks with host and process id."""
+        pools = {
+            name: {"nproc": group.world_size, "ranks": [{"host": h.host, "pid": h.pid} for h in group.hellos]}
+            for name, group in self._groups.items()
+        }
+        return {"launcher": self.launcher, "pools": pools}
+
+    def _transport(self, pool: str) -> Transport:
+        if self.launcher == "inline":
+            return InlineTransport(lambda boot: Worker(boot, self._plugins, self._notice))
+        logs = None if self.log_dir is None else self.log_dir / pool
+        if self.launcher == "process":
+            from rlctl.runtime.transports.process import ProcessTransport
+
+            return ProcessTransport(log_dir=logs)
+        from rlctl.runtime.transports.ray import RayTransport
+
+        ray = self._config.runtime.ray
+        return RayTransport(
+            ray.address,
+            strategy=ray.strategy,
+            cpus_per_rank=ray.cpus_per_rank,
+            placement_timeout_s=ray.placement_timeout_s,
+            log_dir=logs,
+        )
+
+    def _boots(self, pool: str) -> list[Boot]:
+        size = self.size(pool)
+        # Pools of one host share its devices: each takes those behind the pools before it.
+        before = 0
+        for name, other in self._config.runtime.sizes().items():
+            if name == pool:
+                break
+            before += other
+        first = before if self._device.type != "cpu" and self.launcher == "process" else 0
+        return [
+            Boot(
+                pool=pool,
+                rank=rank,
+                world_size=size,
+                local_rank=first + rank,
+                local_world_size=size,
+                device=self._device.type,
+                vendor=self._device.vendor,
+                num_threads=self._threads(),
+                collective_timeout_s=self._config.runtime.collective_timeout_s,
+            )
+            for rank in range(size)
+        ]
+
+    def _threads(self) -> int | None:
+        """CPU threads of a rank: as configured, else the cores of this host shared by its ranks."""
+        wanted = self._config.trainer.num_threads
+        if wanted is not None or self.launcher == "inline":
+            return wanted
+        ranks = self.num_ranks if self.launcher == "process" else 1
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(1, cores // ranks) if self.launcher == "process" else None
