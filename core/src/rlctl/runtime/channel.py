@@ -192,7 +192,11 @@ class FrameReader:
         assert magic == _MAGIC, f"no frame starts with {magic!r}"
         if is_shared:
             del self._buffer[: _PREFIX.size]
-            return Frame(_map_private(self._arrived.popleft().number, body), table, header)
+            # The mapping is made while the descriptor is held; afterwards it lives by itself.
+            descriptor = self._arrived.popleft()
+            mapped = _map_private(descriptor.number, body)
+            del descriptor
+            return Frame(mapped, table, header)
         if len(self._buffer) < _PREFIX.size + body:
             return None
         content = self._buffer[_PREFIX.size : _PREFIX.size + body]
