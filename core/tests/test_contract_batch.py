@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+from random import Random
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +13,7 @@ from hypothesis import strategies as st
 
 from rlctl.batch import PackedBatch, concat, load_batch, pack, padding_like, save_batch
 from rlctl.errors import BatchError
+from rlctl.runtime.wire import decode, encode
 
 lengths_strategy = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 
@@ -51,6 +56,90 @@ def test_select_takes_whole_rows_in_the_order_asked(lengths: list[int], data: st
     assert chosen.items["value"].dtype == torch.float64
     assert chosen.items["input_ids"].dtype == torch.int64
     assert chosen.meta == batch.meta
+
+
+def same(a: PackedBatch, b: PackedBatch) -> bool:
+    """Equal bounds, fields, values, dtypes and settings."""
+    fields = [(a.items, b.items), (a.rows, b.rows)]
+    return (
+        torch.equal(a.cu_seqlens, b.cu_seqlens)
+        and all(
+            list(x) == list(y) and all(torch.equal(x[k], y[k]) and x[k].dtype == y[k].dtype for k in x)
+            for x, y in fields
+        )
+        and (a.meta, a.is_padding) == (b.meta, b.is_padding)
+    )
+
+
+@given(lengths_strategy, st.integers(1, 4), st.randoms(use_true_random=False), st.booleans())
+def test_parts_are_what_select_takes(lengths: list[int], size: int, random: Random, mixed: bool) -> None:
+    batch = make(lengths)
+    order = list(range(len(lengths)))
+    if mixed:
+        random.shuffle(order)
+    rows = [order[start : start + size] for start in range(0, len(order), size)]
+    parts = batch.parts(rows)
+    assert [part.num_rows for part in parts] == list(map(len, rows))
+    for part, own in zip(parts, rows, strict=True):
+        assert same(part, batch.select(own))
+        # What is made of a part is an ordinary batch.
+        assert same(
+            part.with_items(more=part.items["input_ids"]).select([0]).with_meta(a=1),
+            batch.select(own[:1]).with_items(more=batch.select(own[:1]).items["input_ids"]).with_meta(a=1),
+        )
+
+
+def test_parts_gather_a_field_when_it_is_asked_for() -> None:
+    """Each field is moved once, for all parts together, and one that nobody reads is not moved at all."""
+    batch = make([2, 1, 3, 2])
+    moved: list[int] = []
+
+    class Watched(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.Tensor.index_select:
+                moved.append(len(args[2]))
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+
+    watched = {k: v.as_subclass(Watched) for k, v in batch.items.items()}
+    parts = PackedBatch(batch.cu_seqlens, watched, batch.rows).parts([[3, 0], [2], [1]])
+    assert moved == []
+    assert list(parts[0].items) == ["input_ids", "value"]
+    assert "value" in parts[0].items
+    assert moved == []
+    assert [part.items["input_ids"].tolist() for part in parts] == [[6, 7, 0, 1], [3, 4, 5], [2]]
+    assert moved == [8]
+    # Rows that stay in order are views.
+    in_order = batch.parts([[0, 1], [2, 3]])
+    assert in_order[1].items["input_ids"].data_ptr() == batch.items["input_ids"][3:].data_ptr()
+
+
+def test_a_part_travels_without_the_rows_of_the_others() -> None:
+    batch = make([500, 2])
+    part = batch.parts([[1], [0]])[0]
+    sent = pickle.dumps(part)
+    assert len(sent) < 3000
+    assert same(pickle.loads(sent), part)
+    header, tensors = encode(part)
+    assert sum(t.numel() for t in tensors) < 20
+    assert same(decode(header, tensors), part)
+
+
+def test_parts_have_rows() -> None:
+    with pytest.raises(AssertionError):
+        make([1, 2]).parts([[0, 1], []])
+
+
+@given(lengths_strategy, st.data())
+def test_consecutive_rows_are_views(lengths: list[int], data: st.DataObject) -> None:
+    batch = make(lengths)
+    start = data.draw(st.integers(0, len(lengths) - 1))
+    stop = data.draw(st.integers(start + 1, len(lengths)))
+    taken = batch.select(range(start, stop))
+    assert taken.items["input_ids"].data_ptr() == batch.items["input_ids"][batch.cu_seqlens[start] :].data_ptr()
+    assert same(taken, batch.slice_rows(start, stop))
+    assert rows_of(taken) == rows_of(batch)[start:stop]
 
 
 @given(lengths_strategy, st.integers(1, 4))

@@ -75,10 +75,16 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class TrainOutput:
-    """One mini-batch: ``loss`` and ``sums`` are over the whole mini-batch and all data parallel ranks."""
+    """One mini-batch: ``loss`` and ``sums`` are over the whole mini-batch and all data parallel ranks.
+
+    Args:
+        num_micro_batches: on each rank, the same on all.
+        num_padding: those of them that had no weight, on this rank.
+    """
 
     loss: float
     sums: Mapping[str, float]
     maxes: Mapping[str, float]
     step: StepOutput
     num_micro_batches: int
+    num_padding: int = 0

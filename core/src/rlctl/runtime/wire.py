@@ -124,6 +124,8 @@ class _Writer:
             return {"e": [self._name(value, at), value.name]}
         if isinstance(value, PurePath):
             return {"p": str(value)}
+        if isinstance(value, Mapping):  # one that is filled as it is read travels as the dict that it stands for
+            return self._dict(value, at)
         if isinstance(value, BaseModel):
             given = {n: self.write(v, f"{at}.{n}") for n, v in value}  # extra fields are among them
             return {"M": [self._name(value, at), given, sorted(value.model_fields_set)]}
