@@ -16,7 +16,7 @@ import pluggy
 import torch
 
 from rlctl import hookspecs
-from rlctl.batch import PackedBatch, padding_like
+from rlctl.batch import GROUP, PackedBatch, padding_like
 from rlctl.engine_records import EngineInfo, MeshInfo, MicroOutput, StepOutput, TrainOutput
 from rlctl.errors import BatchError, EngineError
 from rlctl.generation import Completion, GenerateRequest, ScoreRequest, TokenScores
@@ -177,7 +177,8 @@ class Engine:
                 next="raise actor.max_tokens_per_device, or lower data.max_prompt_length / data.max_response_length",
             )
         count = int(self.reduce([min_count(lengths, plan)], "max")[0])
-        groups = assign(lengths, plan, count, self.mesh.count_multiple)
+        prompts = batch.rows[GROUP].tolist() if GROUP in batch.rows else None
+        groups = assign(lengths, plan, count, self.mesh.count_multiple, prompts)
         return [batch.select(g) if g else padding_like(batch) for g in groups], groups
 
     def forward_backward(
@@ -211,7 +212,8 @@ class Engine:
         self._hooks.rlctl_set_mode(train=True)
         outputs = self.forward_backward(micro_batches, loss_fn, forward_only=False)
         loss, sums, maxes = self._collect(micro_batches, outputs)
-        return TrainOutput(loss, sums, maxes, self.optimizer_step(), len(micro_batches))
+        padding = sum(b.is_padding for b in micro_batches)
+        return TrainOutput(loss, sums, maxes, self.optimizer_step(), len(micro_batches), padding)
 
     def _collect(
         self, micro_batches: Sequence[PackedBatch], outputs: Sequence[MicroOutput]
