@@ -55,11 +55,27 @@ class Parcel:
     shared: _Descriptor | None = None
 
 
-def pack(header: bytes, tensors: Sequence[torch.Tensor] = ()) -> Parcel:
-    """Make a frame.
+@dataclass(frozen=True)
+class Layout:
+    """Where the pieces of a body lie in it: (offset, bytes), in order. Between them may be gaps of zeros."""
+
+    table_size: int
+    header_size: int
+    size: int
+    pieces: Sequence[tuple[int, Any]]
+
+    def write_to(self, body: Any) -> None:
+        """Copy the pieces to where they belong in a writable buffer of ``size`` bytes."""
+        view = memoryview(body)
+        for start, piece in self.pieces:
+            view[start : start + len(piece)] = piece
+
+
+def lay_out(header: bytes, tensors: Sequence[torch.Tensor] = ()) -> Layout:
+    """The body of a frame, before anything is copied.
 
     Args:
-        tensors: contiguous, on the CPU.
+        tensors: contiguous, on the CPU. They must live until the body is written.
     """
     table = (
         json.dumps([[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]).encode() if tensors else b""
@@ -72,19 +88,33 @@ def pack(header: bytes, tensors: Sequence[torch.Tensor] = ()) -> Parcel:
             # The view is of the tensor's own memory: ``tensors`` keeps it until the body is written.
             pieces.append((offset, memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")))
             offset += size
-    if offset < SHARED_FROM:
-        body = bytearray(offset)
-        for start, piece in pieces:
-            body[start : start + len(piece)] = piece
-        return Parcel(_PREFIX.pack(_MAGIC, 0, len(table), len(header), offset) + body)
-    shared = _Descriptor(anonymous_file(offset))
-    for start, piece in pieces:
+    return Layout(len(table), len(header), offset, pieces)
+
+
+def pack(header: bytes, tensors: Sequence[torch.Tensor] = ()) -> Parcel:
+    """Make a frame.
+
+    Args:
+        tensors: contiguous, on the CPU.
+    """
+    return parcel(lay_out(header, tensors))
+
+
+def parcel(layout: Layout) -> Parcel:
+    """A frame with this body."""
+    sizes = layout.table_size, layout.header_size, layout.size
+    if layout.size < SHARED_FROM:
+        body = bytearray(layout.size)
+        layout.write_to(body)
+        return Parcel(_PREFIX.pack(_MAGIC, 0, *sizes) + body)
+    shared = _Descriptor(anonymous_file(layout.size))
+    for start, piece in layout.pieces:
         view = memoryview(piece)
         while view:
             written = os.pwrite(shared.number, view[:_WRITE_MAX], start)
             view, start = view[written:], start + written
     _seal(shared.number)
-    return Parcel(_PREFIX.pack(_MAGIC, 1, len(table), len(header), offset), shared)
+    return Parcel(_PREFIX.pack(_MAGIC, 1, *sizes), shared)
 
 
 def _aligned(offset: int) -> int:

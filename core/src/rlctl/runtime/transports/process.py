@@ -62,7 +62,7 @@ class ProcessTransport:
         self._allowed = tuple(allowed)
         self._worker = worker
         self._plugins = plugins
-        self._ranks: list[_Rank] = []
+        self._ranks: list[RankProcess] = []
         self._selector = selectors.DefaultSelector()
         self._marker = uuid.uuid4().hex
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
@@ -76,7 +76,7 @@ class ProcessTransport:
         store = f"file://{self._scratch.name}/store" if len(boots) > 1 else ""
         for boot in boots:
             full = replace(boot, store=store, num_threads=launch.threads(boot))
-            rank = _Rank(full, logs / f"rank_{boot.rank}.log", self._scratch.name, self._marker, self._env)
+            rank = RankProcess(full, logs / f"rank_{boot.rank}.log", self._scratch.name, self._marker, self._env)
             self._ranks.append(rank)
             self._selector.register(rank.socket, selectors.EVENT_READ, rank)
             if rank.pidfd is not None:
@@ -114,7 +114,7 @@ class ProcessTransport:
                     self._selector.modify(rank.socket, events, rank)
         messages: list[Message] = []
         for key, events in self._selector.select(timeout_s):
-            rank: _Rank = key.data
+            rank: RankProcess = key.data
             if key.fileobj is not rank.socket:
                 continue
             if events & selectors.EVENT_WRITE:
@@ -133,7 +133,7 @@ class ProcessTransport:
         opened = [frame.open() for frame in frames]
         return [wire.decode(header, tensors, self._allowed) for header, tensors in opened]
 
-    def _bury(self, rank: _Rank) -> Death:
+    def _bury(self, rank: RankProcess) -> Death:
         """Take leave of a rank that has ended, and end what it started."""
         for handle in (rank.socket, rank.pidfd):
             with contextlib.suppress(KeyError, ValueError):
@@ -189,7 +189,7 @@ class ProcessTransport:
             self._scratch.cleanup()
 
 
-class _Rank:
+class RankProcess:
     """The controller's view of one process."""
 
     def __init__(self, boot: Boot, log: Path, scratch: str, marker: str, env: Mapping[str, str]) -> None:
