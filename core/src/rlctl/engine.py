@@ -25,6 +25,7 @@ from rlctl.microbatch import MicroBatchPlan, assign, min_count
 from rlctl.normalizer import item_weights
 from rlctl.normalizer_modes import LossAggMode
 from rlctl.records import BackendKind
+from rlctl.runtime.phases import phase
 from rlctl.topology import Topology
 
 __all__ = ["Engine", "EngineInfo", "MeshInfo", "MicroOutput", "StepOutput", "TrainOutput", "load_target"]
@@ -123,12 +124,13 @@ class Engine:
         forward_only: bool = False,
     ) -> EngineInfo:
         """Build the mesh, then the model (see the hooks of the same names)."""
-        mesh = self._answer("rlctl_build_mesh", self._hooks.rlctl_build_mesh(topology=topology, settings=settings))
-        self.mesh = mesh
-        self.info = self._answer(
-            "rlctl_engine_init",
-            self._hooks.rlctl_engine_init(mesh=mesh, model=model, optimizer=optimizer, forward_only=forward_only),
-        )
+        with phase("init"):
+            mesh = self._answer("rlctl_build_mesh", self._hooks.rlctl_build_mesh(topology=topology, settings=settings))
+            self.mesh = mesh
+            self.info = self._answer(
+                "rlctl_engine_init",
+                self._hooks.rlctl_engine_init(mesh=mesh, model=model, optimizer=optimizer, forward_only=forward_only),
+            )
         return cast(EngineInfo, self.info)
 
     def release(self, *parts: str) -> bool:
@@ -150,7 +152,8 @@ class Engine:
         assert self.mesh is not None, "build the engine first"
         if self.mesh.dp_size == 1:
             return list(values)
-        return self._answer("rlctl_reduce", self._hooks.rlctl_reduce(values=list(values), op=op))
+        with phase("reduce"):
+            return self._answer("rlctl_reduce", self._hooks.rlctl_reduce(values=list(values), op=op))
 
     def micro_batches(self, batch: PackedBatch, plan: MicroBatchPlan) -> tuple[list[PackedBatch], list[list[int]]]:
         """Split a local mini-batch, the count agreed over data parallel ranks before any collective of the model.
@@ -184,13 +187,16 @@ class Engine:
     def forward_backward(
         self, micro_batches: Sequence[PackedBatch], loss_fn: LossFn, forward_only: bool
     ) -> list[MicroOutput]:
-        out = self._hooks.rlctl_forward_backward(
-            micro_batches=micro_batches, loss_fn=loss_fn, forward_only=forward_only
-        )
+        name = "scoring" if forward_only else "forward and backward"
+        with phase(name, micro_batches=len(micro_batches)):
+            out = self._hooks.rlctl_forward_backward(
+                micro_batches=micro_batches, loss_fn=loss_fn, forward_only=forward_only
+            )
         return self._answer("rlctl_forward_backward", out)
 
     def optimizer_step(self) -> StepOutput:
-        return self._answer("rlctl_optimizer_step", self._hooks.rlctl_optimizer_step())
+        with phase("optimizer step"):
+            return self._answer("rlctl_optimizer_step", self._hooks.rlctl_optimizer_step())
 
     def train_batch(
         self,
@@ -297,10 +303,12 @@ class Engine:
         self._hooks.rlctl_move(device=device, parts=parts)
 
     def save_state(self, path: Path) -> None:
-        self._answer("rlctl_save_state", self._hooks.rlctl_save_state(path=path))
+        with phase("saving"):
+            self._answer("rlctl_save_state", self._hooks.rlctl_save_state(path=path))
 
     def load_state(self, path: Path) -> None:
-        self._answer("rlctl_load_state", self._hooks.rlctl_load_state(path=path))
+        with phase("loading"):
+            self._answer("rlctl_load_state", self._hooks.rlctl_load_state(path=path))
 
     def local_module(self) -> Any:
         return self._hooks.rlctl_local_module() if self.provides("rlctl_local_module") else None
@@ -309,17 +317,20 @@ class Engine:
     def generate(
         self, request: GenerateRequest, on_done: Callable[[Completion], None] | None = None
     ) -> list[Completion]:
-        out = self._answer("rlctl_generate", self._hooks.rlctl_generate(request=request, on_done=on_done))
+        with phase("generation", prompts=len(request.prompts)):
+            out = self._answer("rlctl_generate", self._hooks.rlctl_generate(request=request, on_done=on_done))
         wanted = len(request.prompts) * request.params.n
         if len(out) != wanted:
             raise EngineError(f"{self.name!r} returned another number of completions", found=len(out), wanted=wanted)
         return out
 
     def score(self, request: ScoreRequest) -> list[TokenScores]:
-        return self._answer("rlctl_score", self._hooks.rlctl_score(request=request))
+        with phase("scoring", sequences=len(request.sequences)):
+            return self._answer("rlctl_score", self._hooks.rlctl_score(request=request))
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> dict[str, Any]:
-        return self._answer("rlctl_load_weights", self._hooks.rlctl_load_weights(weights=weights, version=version))
+        with phase("loading weights"):
+            return self._answer("rlctl_load_weights", self._hooks.rlctl_load_weights(weights=weights, version=version))
 
     def attach_module(self, module: Any, version: int) -> bool:
         if not self.provides("rlctl_attach_module"):

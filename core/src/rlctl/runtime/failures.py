@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import importlib
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 
-from rlctl import errors
 from rlctl.errors import RlctlError
+from rlctl.runtime.out_of_memory import is_out_of_memory, out_of_memory
 from rlctl.runtime.phases import Status
 from rlctl.runtime.records import Death, ErrorRecord, Raised, RankPlace
+from rlctl.runtime.wire import ALLOWED, is_allowed
 
-_COLLECTIVE = re.compile(
-    r"gloo|nccl|hccl|connection (closed|reset)|broken pipe|timed out|process group|peer|socket", re.IGNORECASE
-)
+Failure = Raised | Death
+
+_RESUME = "rlctl train --resume last goes on from the last checkpoint"
 _OUTPUT_LINES = 40
+_COLLECTIVE_TEXT = re.compile(
+    r"\b(gloo|nccl|hccl)\b|connection (was )?(closed|reset|refused)|broken pipe|process group|\bpeer\b|socket",
+    re.IGNORECASE,
+)
+_COLLECTIVE_TYPES = re.compile(r"Dist\w*Error$")
+_COLLECTIVE_FRAME = re.compile(r'File "[^"]*torch[/\\]distributed[/\\]')
+_TOP_FRAMES = 8
 
 
 class WorkerError(RlctlError):
     """A rank died, hung, or raised something that is not its user's doing. ``details`` has every rank's last state."""
 
 
+# ---- on the rank ------------------------------------------------------------------------------------------------------
 def error_record(error: BaseException, traceback: str, status: Status) -> ErrorRecord:
     """An exception as it travels. ``status`` is used where the error carries none of its own (see phases.phase)."""
     status = getattr(error, "rlctl_status", status)
+    if not isinstance(error, RlctlError) and is_out_of_memory(error):
+        error = out_of_memory(error, status.phase)
+    kinds = tuple(f"{k.__module__}:{k.__qualname__}" for k in type(error).__mro__ if k not in (object, BaseException))
     if isinstance(error, RlctlError):
         return ErrorRecord(
             type(error).__name__,
@@ -30,120 +44,186 @@ def error_record(error: BaseException, traceback: str, status: Status) -> ErrorR
             error.found,
             error.wanted,
             error.next,
-            error.details,
-            True,
-            traceback,
-            status,
+            tuple(map(str, error.details)),
+            mendable=True,
+            traceback=traceback,
+            status=status,
+            kinds=kinds,
         )
-    return ErrorRecord(type(error).__name__, str(error) or type(error).__name__, traceback=traceback, status=status)
+    what = str(error) or type(error).__name__
+    return ErrorRecord(type(error).__name__, what, traceback=traceback, status=status, kinds=kinds)
 
 
-def is_consequence(failure: Raised | Death) -> bool:
+# ---- cause and consequence --------------------------------------------------------------------------------------------
+def is_consequence(failure: Failure) -> bool:
     """True for what a rank says when a peer of its collective is gone."""
     if isinstance(failure, Death):
-        return "SIGABRT" in failure.cause
-    return not failure.error.mendable and bool(_COLLECTIVE.search(f"{failure.error.type} {failure.error.what}"))
+        return "SIGABRT" in failure.cause  # how the watchdog of a collective library ends a survivor
+    error = failure.error
+    if error.mendable:
+        return False
+    return bool(_COLLECTIVE_TYPES.search(error.type) or _COLLECTIVE_TEXT.search(error.what))
 
 
-def primary(failures: Sequence[Raised | Death]) -> Raised | Death:
-    """The cause among failures in order of arrival."""
+def distinct(failures: Iterable[Failure]) -> list[Failure]:
+    """The failures without the deaths of ranks that had said before what was wrong with them."""
+    found: list[Failure] = []
+    for failure in failures:
+        said = any(f.rank == failure.rank and isinstance(f, Raised) for f in found)
+        if not (isinstance(failure, Death) and said):
+            found.append(failure)
+    return found
+
+
+def primary(failures: Sequence[Failure]) -> Failure:
+    """The cause among failures in order of arrival: no consequence of another, rather a death than an error."""
     assert failures, "something failed"
     return min(enumerate(failures), key=lambda f: (is_consequence(f[1]), isinstance(f[1], Raised), f[0]))[1]
 
 
-def failure_error(
-    pool: str,
-    failures: Sequence[Raised | Death],
-    places: Mapping[int, RankPlace],
-    statuses: Sequence[Status | None],
-    doing: str,
-) -> RlctlError:
-    """The exception for a failed call.
+# ---- what the user is told --------------------------------------------------------------------------------------------
+class Ranks:
+    """Words for the ranks of a group.
 
     Args:
         places: of the ranks, where an engine is built already.
         statuses: by rank, as far as they could be read.
+    """
+
+    def __init__(self, pool: str, places: Mapping[int, RankPlace], statuses: Sequence[Status | None]) -> None:
+        self.pool = pool
+        self._places = places
+        self.statuses = statuses
+        axes = {axis for place in places.values() for axis in place.coordinates}
+        # An axis on which all have one coordinate tells nothing.
+        self._axes = {a for a in axes if len({p.coordinates.get(a) for p in places.values()}) > 1}
+        self.resume = _RESUME if places else None
+        """What to do next; before the first engine there is nothing to go on from."""
+
+    def name(self, rank: int) -> str:
+        """``rank 1 (dp_shard 1)``."""
+        place = self._places.get(rank)
+        if place is None:
+            return f"rank {rank}"
+        inner = ", ".join(f"{axis} {at}" for axis, at in place.coordinates.items() if axis in self._axes)
+        return f"rank {rank}{f' ({inner})' if inner else ''}"
+
+    def full_name(self, rank: int) -> str:
+        return f"{self.name(rank)} of pool {self.pool}"
+
+    def states(self) -> list[str]:
+        """A line a rank: where it is in the mesh and what it does."""
+        lines: list[str] = []
+        for rank, status in enumerate(self.statuses):
+            place = self._places.get(rank)
+            dp = f", dp rank {place.dp_rank} of {place.dp_size}" if place is not None else ""
+            words = status.words() if status is not None else "has said nothing yet"
+            lines.append(f"{self.name(rank)}{dp}: {words}")
+        return lines
+
+
+def failure_error(ranks: Ranks, failures: Sequence[Failure], doing: str) -> RlctlError:
+    """The exception for a failed call.
+
+    Args:
         doing: the call that ran, with the rows of the whole batch.
     """
+    failures = distinct(failures)
     cause = primary(failures)
-    where = f"{rank_words(cause.rank, places)} of pool {pool}"
-    if isinstance(cause, Raised) and cause.error.mendable:
-        kind = getattr(errors, cause.error.type, RlctlError)
-        error = kind(
-            cause.error.what,
-            found=cause.error.found,
-            wanted=cause.error.wanted,
-            next=cause.error.next,
-            details=(*cause.error.details, f"raised on {where} during {cause.error.status.words()}"),
-        )
-        return error
-    details = [f"the call: {doing}", *rank_states(places, statuses)]
-    others = [f for f in failures if f is not cause]
-    details += [f"then {rank_words(f.rank, places)}: {_line(f)}" for f in others]
+    where = ranks.full_name(cause.rank)
+    details = [f"the call: {doing}", *ranks.states()]
+    details += [f"then {ranks.name(f.rank)}: {_line(f)}" for f in failures if f is not cause]
     if isinstance(cause, Death):
         phase = f" during {cause.status.words()}" if cause.status is not None else ""
         return WorkerError(
             f"{where} died{phase}",
             found=cause.cause,
             wanted="every rank of the group alive",
-            next=_death_advice(cause),
+            next=_after_death(cause, ranks),
             details=[*details, *_output(cause.output)],
         )
+    error = cause.error
+    if error.mendable:
+        # Its own class and words; the states of the others only where they are not all alike.
+        alike = all(isinstance(f, Raised) and f.error.what == error.what for f in failures)
+        alike = alike and len(failures) == len(ranks.statuses)
+        said = f"raised on {f'all {len(failures)} ranks' if alike and len(failures) > 1 else where}"
+        return rebuilt(error, [*error.details, f"{said} during {error.status.words()}", *([] if alike else details)])
     return WorkerError(
-        f"{where} failed during {cause.error.status.words()}: {cause.error.type}: {cause.error.what.splitlines()[0]}",
-        details=[*details, *cause.error.traceback.rstrip().splitlines()],
-        next="rlctl train --resume last goes on from the last checkpoint",
+        f"{where} failed during {error.status.words()}: {error.type}: {_first_line(error.what)}",
+        details=[*details, *error.traceback.rstrip().splitlines()],
+        next=ranks.resume,
     )
 
 
+def _after_death(death: Death, ranks: Ranks) -> str | None:
+    killed = "look for the kernel's out-of-memory killer (dmesg)" if "SIGKILL" in death.cause else None
+    return ", then ".join(filter(None, (killed, ranks.resume))) or None
+
+
+def rebuilt(error: ErrorRecord, details: Sequence[str]) -> RlctlError:
+    """An RlctlError of the class that was raised, or of the nearest one above it that is known in this process."""
+    kind = next((k for name in error.kinds if (k := _error_class(name)) is not None), RlctlError)
+    made = kind.__new__(kind)
+    # Not by its own constructor, which may ask for anything.
+    RlctlError.__init__(made, error.what, found=error.found, wanted=error.wanted, next=error.next, details=details)
+    return made
+
+
+def _error_class(name: str) -> type[RlctlError] | None:
+    module, _, path = name.partition(":")
+    # What a rank says makes this process import nothing but core; a plugin's class counts where it is loaded already.
+    loaded = importlib.import_module(module) if is_allowed(module, ALLOWED) else sys.modules.get(module)
+    found = getattr(loaded, path, None)
+    return found if isinstance(found, type) and issubclass(found, RlctlError) else None
+
+
 def hang_error(
-    pool: str,
-    silent: Sequence[int],
-    limit_s: float,
-    places: Mapping[int, RankPlace],
-    statuses: Sequence[Status | None],
-    stacks: Mapping[int, str],
-    doing: str,
+    ranks: Ranks, silent: Sequence[int], limit_s: float, stacks: Mapping[int, str], doing: str
 ) -> WorkerError:
     """The exception for ranks that have said nothing for ``limit_s`` while a call waits for them."""
-    details = [f"the call: {doing}", *rank_states(places, statuses)]
-    for rank, stack in sorted(stacks.items()):
-        details += [f"stack of {rank_words(rank, places)}:", *(f"  {line}" for line in stack.rstrip().splitlines())]
+    waiting = [r for r in silent if r in stacks and waits_for_others(stacks[r])]
+    stuck = [r for r in silent if r not in waiting] or list(silent)
+    waiting = [r for r in waiting if r not in stuck]
+    details = [f"the call: {doing}", *ranks.states()]
+    for rank in [*stuck, *waiting]:
+        if rank in stacks:
+            details += [f"stack of {ranks.name(rank)}:", *(f"  {line}" for line in stacks[rank].splitlines())]
+    first = ranks.statuses[stuck[0]]
+    names = ", ".join(map(ranks.name, stuck))
+    others = f"; {_listed(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in a collective" if waiting else ""
     return WorkerError(
-        f"pool {pool} hangs: {', '.join(f'rank {r}' for r in silent)} made no progress for {limit_s:.0f} s",
-        found="; ".join(f"rank {r}: {s.phase if (s := statuses[r]) is not None else 'unknown'}" for r in silent),
+        f"{names} of pool {ranks.pool} {'hangs' if len(stuck) == 1 else 'hang'}"
+        f"{f' during {first.phase}' if first is not None else ''}: no progress for {limit_s:g} s{others}",
+        found="; ".join(
+            f"rank {r}: {s.words() if (s := ranks.statuses[r]) is not None else 'no status'}" for r in silent
+        ),
         wanted="progress on every rank",
-        next="look at the rank whose phase differs from the others; runtime.hang_timeout_s sets the limit",
+        next=f"read the stack of {_listed(stuck)} above; runtime.hang_timeout_s sets the limit",
         details=details,
     )
 
 
-def rank_words(rank: int, places: Mapping[int, RankPlace]) -> str:
-    """``rank 1 (dp_shard 1)``."""
-    return places[rank].words() if rank in places else f"rank {rank}"
+def waits_for_others(stack: str) -> bool:
+    """True when the innermost frames of the thread that runs the calls lie in a collective."""
+    own = stack.partition("\n\n")[0].splitlines()[1 : 1 + _TOP_FRAMES]
+    return any(_COLLECTIVE_FRAME.search(line) for line in own)
 
 
-def rank_states(places: Mapping[int, RankPlace], statuses: Sequence[Status | None]) -> list[str]:
-    """A line a rank: where it is in the mesh and what it does."""
-    return [
-        f"{rank_words(rank, places)}: {status.words() if status is not None else 'no status'}"
-        for rank, status in enumerate(statuses)
-    ]
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def _line(failure: Raised | Death) -> str:
+def _line(failure: Failure) -> str:
     if isinstance(failure, Death):
         return failure.cause
-    return f"{failure.error.type}: {failure.error.what.splitlines()[0]}"
+    return f"{failure.error.type}: {_first_line(failure.error.what)}"
+
+
+def _first_line(text: str) -> str:
+    return next(iter(text.strip().splitlines()), "")
 
 
 def _output(text: str) -> list[str]:
     lines = text.rstrip().splitlines()
     return ["its last output:", *(f"  {line}" for line in lines[-_OUTPUT_LINES:])] if lines else []
-
-
-def _death_advice(death: Death) -> str:
-    resume = "rlctl train --resume last goes on from the last checkpoint"
-    if "SIGKILL" in death.cause:
-        return f"look for the kernel's out-of-memory killer (dmesg), then {resume}"
-    return resume

@@ -16,7 +16,13 @@ from rlctl.runtime.records import Boot, BuildSpec, Built, Call, Death, Event, He
 from rlctl.runtime.transports.base import Transport
 from rlctl.runtime.transports.inline import InlineTransport
 
+START_UP = 0
+"""The call id of what goes wrong before the first call."""
+
 _POLL_S = 0.5
+_GRACE_POLL_S = 0.1
+_AFTER_CAUSE_S = 1.0
+"""Once a cause is known, what its consequences are is worth this long."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,7 @@ class Limits:
     Args:
         start_s: for the first answer of every rank.
         hang_s: for any sign of progress of a rank that a call waits for.
-        grace_s: after a first failure, for what the other ranks have to say.
+        grace_s: after a first failure, for the rank that caused it where that was another; and for what the others say.
         close_s: for ranks to end by themselves.
     """
 
@@ -58,6 +64,7 @@ class WorkerGroup:
         self._ids = itertools.count(1)
         self._places: dict[int, RankPlace] = {}
         self._closed = False
+        self._failure: BaseException | None = None
 
     @property
     def transport(self) -> str:
@@ -141,21 +148,27 @@ class WorkerGroup:
         on_event: Callable[[Any], None] | None = None,
         hang_s: float | None = None,
     ) -> list[Any]:
+        if self._failure is not None:
+            raise failures.WorkerError(
+                f"the ranks of pool {self.name} have ended already, so there is no {method}",
+                found=str(self._failure).splitlines()[0],
+            )
         assert not self._closed, f"worker group {self.name} is closed"
         call_id = next(self._ids)
         if isinstance(self._transport, InlineTransport):
             self._transport.on_event = None if on_event is None else lambda event: on_event(event.value)
-        packed: dict[int, Any] = {}
-        for rank, args in enumerate(args_by_rank):
-            if id(args) not in packed:
-                packed[id(args)] = self._transport.pack(Call(call_id, method, args))
-            self._transport.send(rank, packed[id(args)])
-        del packed
         try:
+            packed: dict[int, Any] = {}
+            for rank, args in enumerate(args_by_rank):
+                if id(args) not in packed:
+                    packed[id(args)] = self._transport.pack(Call(call_id, method, args))
+                self._transport.send(rank, packed[id(args)])
+            del packed
             return self._gather(call_id, len(args_by_rank), doing, on_event, hang_s or self.limits.hang_s)
-        except BaseException:
+        except BaseException as error:
             # Ranks that still work on this call would answer the next one.
             if not self.inline:
+                self._failure = error
                 self.kill()
             raise
 
@@ -166,13 +179,11 @@ class WorkerGroup:
         failed: list[Raised | Death] = []
         watch = _Watch(range(count), hang_s)
         until: float | None = None
-        while len(values) < count:
-            if until is not None and (time.monotonic() >= until or _all_settled(count, values, failed)):
-                raise failures.failure_error(self.name, failed, self._places, self._last_statuses(failed), doing)
-            for message in self._transport.receive(_POLL_S if until is None else 0.1):
+        while True:
+            for message in self._transport.receive(_POLL_S if until is None else _GRACE_POLL_S):
                 if isinstance(message, Death):
                     failed.append(message)
-                elif message.call_id != call_id:
+                elif message.call_id not in (call_id, START_UP):
                     continue  # said by a call that has ended
                 elif isinstance(message, Result):
                     values[message.rank] = message.value
@@ -183,23 +194,31 @@ class WorkerGroup:
                     watch.alive(message.rank)
                     if on_event is not None:
                         on_event(message.value)
-            if failed and until is None:
-                until = time.monotonic() + self.limits.grace_s
-            if until is None and (silent := watch.silent(self._transport.statuses)):
+            if failed:
+                until = self._until(until, failed)
+                if time.monotonic() >= until or _all_settled(count, values, failed):
+                    raise failures.failure_error(self._ranks(failed), failed, doing)
+            elif len(values) == count:
+                return [values[rank] for rank in range(count)]
+            elif silent := watch.silent(self._transport.statuses):
                 stacks = self._transport.stacks(range(self.world_size))
-                statuses = self._transport.statuses()
-                raise failures.hang_error(self.name, silent, hang_s, self._places, statuses, stacks, doing)
-        return [values[rank] for rank in range(count)]
+                raise failures.hang_error(self._ranks(), silent, hang_s, stacks, doing)
 
-    def _last_statuses(self, failed: Iterable[Raised | Death]) -> list[Status | None]:
-        """By rank; of a failed one what it did when it failed."""
-        statuses = self._transport.statuses()
+    def _until(self, until: float | None, failed: Sequence[Raised | Death]) -> float:
+        """How long to listen to the other ranks: for as long as all that was heard may be somebody else's doing."""
+        now = time.monotonic()
+        until = now + self.limits.grace_s if until is None else until
+        if any(not failures.is_consequence(f) for f in failed):
+            until = min(until, now + min(self.limits.grace_s, _AFTER_CAUSE_S))
+        return until
+
+    def _ranks(self, failed: Iterable[Raised | Death] = ()) -> failures.Ranks:
+        """Words for the ranks now; for a failed one, what it did when it failed."""
+        statuses: list[Status | None] = self._transport.statuses()
         for failure in failed:
-            if isinstance(failure, Raised):
-                statuses[failure.rank] = failure.error.status
-            elif failure.status is not None:
-                statuses[failure.rank] = failure.status
-        return statuses
+            found = failure.error.status if isinstance(failure, Raised) else failure.status
+            statuses[failure.rank] = found or statuses[failure.rank]
+        return failures.Ranks(self.name, self._places, statuses)
 
     # ---- the end ----------------------------------------------------------------------------------------------
     def close(self) -> None:

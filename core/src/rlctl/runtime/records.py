@@ -114,6 +114,7 @@ class ErrorRecord:
         type: class name (``BatchError``, ``RuntimeError``).
         what, found, wanted, next, details: of an :class:`rlctl.errors.RlctlError`; ``what`` is the text of any other.
         mendable: it was an RlctlError.
+        kinds: its class and the classes above it, ``module:Class``, nearest first.
         traceback: as Python prints it.
         status: what the rank was doing.
     """
@@ -127,6 +128,7 @@ class ErrorRecord:
     mendable: bool = False
     traceback: str = ""
     status: Status = field(default_factory=Status)
+    kinds: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Raised:
-    """The error that a call ended in on one rank."""
+    """The error that a call ended in on one rank. Call 0 is the start-up."""
 
     rank: int
     call_id: int

@@ -17,6 +17,7 @@ from rlctl.runtime.phases import Status
 
 _SLOT = 4096
 _SIZE = 2 * _SLOT
+_to_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode  # json.dumps makes one anew each time
 _HEAD = struct.Struct("<IIQ")  # checksum of what follows it, bytes of text, number of the status
 
 
@@ -66,7 +67,7 @@ def new_board() -> int:
 
 def encode_status(status: Status) -> bytes:
     """A status as JSON."""
-    return json.dumps([status.phase, dict(status.detail), status.beats, status.since], separators=(",", ":")).encode()
+    return _to_json([status.phase, dict(status.detail), status.beats, status.since]).encode()
 
 
 def decode_status(text: bytes) -> Status:

@@ -23,6 +23,7 @@ from rlctl.engine import EngineInfo, MeshInfo, MicroOutput, StepOutput
 from rlctl.errors import EngineError
 from rlctl.hookspecs import hookimpl
 from rlctl.logits import LossFn
+from rlctl.runtime.phases import beat
 from rlctl.topology import Topology
 from rlctl_fsdp import agreement, attention, build, layout, offload, place, shard, state
 from rlctl_fsdp.config import FSDPConfig
@@ -183,6 +184,8 @@ class FSDPEngine:
             for i, (owner, rows, batch) in enumerate(pieces):
                 if not forward_only:
                     self._set_last(i == len(pieces) - 1)
+                sizes = {"micro_rows": batch.num_rows, "micro_tokens": batch.num_items}
+                beat(micro_batch=i + 1, micro_batches=len(pieces), **sizes)
                 found = self._run(root, batch, loss_fn, forward_only)
                 if owner is not None:
                     collected[owner].append((rows, batch, found))

@@ -1,13 +1,12 @@
-"""Out of memory, with the phase it happened in and the settings that help there."""
+"""Phases of this backend's work: what a rank is doing, and for an allocation that fails in one, the settings that help."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
-from rlctl.errors import EngineError
+from rlctl.runtime import phases
+from rlctl.runtime.out_of_memory import is_out_of_memory, out_of_memory
 
 _HELP = {
     "init": "set actor.engine.param_offload=true, use more ranks, or take a smaller model",
@@ -21,20 +20,11 @@ _HELP = {
 
 @contextmanager
 def phase(name: str, detail: str = "") -> Iterator[None]:
-    """Turn an allocation failure inside into an :class:`EngineError` that names ``name``."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
-            raise
-        raise EngineError(
-            f"out of memory during {name}{f' ({detail})' if detail else ''}",
-            found=str(error).strip().split("\n")[0],
-            wanted="a piece of work that fits",
-            next=_HELP[name],
-        ) from error
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    # The CPU allocator raises a plain RuntimeError; its text is all there is to tell it by.
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+    """A :class:`rlctl.runtime.phases.phase` in which a failed allocation becomes an :class:`EngineError` that names it."""
+    with phases.phase(name):
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise out_of_memory(error, name, detail, _HELP[name]) from error
