@@ -1,0 +1,201 @@
+"""What the reference says of one model: computed once, compared with many topologies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rlctl.verify import compare
+from rlctl.verify.cases import (
+    ALL_AGGREGATIONS,
+    GRPO,
+    SFT,
+    RunPlan,
+    batches_of,
+    rule_of,
+    with_policies,
+)
+from rlctl.verify.compare import FLOAT32_TOLERANCES, OVERALL, Deltas, Tensors
+from rlctl.verify.reference import Reference, Run, Scores
+from rlctl.verify.reference_losses import Objective, Sample
+from rlctl.verify.reference_updates import Rule
+
+ADAMW_GROWTH = 4.0
+"""The gradients of later steps start from weights that already differ by what AdamW made of the first one's error."""
+COARSE_MARGIN = 4.0
+"""A tolerance in low precision: so many times what the reference itself moves when it is computed in that precision."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The reference's numbers for one model.
+
+    Args:
+        directory: the model's, which both sides load.
+        batches: the rows of each step, policies included.
+        scores: of the first batch, before training.
+        losses: (objective, aggregation) -> (loss, sum of its absolute terms), of the first batch before training.
+        runs: by name: the rule that both sides follow, and what came of it.
+        tolerances: by quantity.
+        sure: routing margin above which a choice counts.
+    """
+
+    directory: Path
+    family: str
+    dtype: str
+    batches: list[list[Sample]]
+    scores: list[Scores]
+    losses: Mapping[tuple[str, str], tuple[float, float]]
+    runs: Mapping[str, tuple[Rule, Run]]
+    tolerances: Mapping[str, float]
+    tied: frozenset[str]
+    num_experts: int = 0
+    sure: float = 1e-4
+
+
+OBJECTIVES: Mapping[str, Objective] = {"sft": SFT, "grpo": GRPO}
+
+
+def expect(
+    directory: Path,
+    plans: Sequence[RunPlan],
+    *,
+    device: str,
+    dtype: str,
+    num_ranks: int,
+    scratch: Path,
+    report: Callable[[], None] = lambda: None,
+) -> Expected:
+    """Run the reference.
+
+    Args:
+        dtype: of the computation under test. The reference is computed in float32 whatever it is; in a lower precision a
+            second one tells how far rounding alone goes, and tolerances follow from that.
+        num_ranks: the most ranks that a topology will have; there are rows enough for each.
+        scratch: directory for the tensors.
+        report: told of each row of work.
+    """
+    with quiet_transformers():
+        exact = Reference(directory, device, report=report)
+        plain = batches_of(num_ranks, exact.vocab_size)
+        first = [exact.scores(samples, GRPO.temperature) for samples in plain]
+        batches = [with_policies(s, f, 7 + i) for i, (s, f) in enumerate(zip(plain, first, strict=True))]
+        rules = {p.name: rule_of(p.rule, *exact.first_gradient(batches[0], p.objective)) for p in plans}
+        coarse: Reference | None = None
+        tolerances = dict(FLOAT32_TOLERANCES)
+        if dtype != "float32":
+            coarse = Reference(directory, device, getattr(torch, dtype), report)
+            tolerances |= {"gradients": _coarse_gradients(exact, coarse, batches[0], plans, scratch)}
+        allowed = ADAMW_GROWTH * tolerances["gradients"]
+        both = []
+        for name, model in (("exact", exact), ("coarse", coarse)):
+            if model is not None:
+                both.append(_run(model, plans, rules, batches, allowed, scratch / name))
+        scores, losses, runs = both[0]
+        if coarse is not None:
+            tolerances = _widened(tolerances, both[0], both[1], directory, plans)
+    return Expected(
+        directory=directory,
+        family=str(exact.model.config.model_type),
+        dtype=dtype,
+        batches=batches,
+        scores=scores,
+        losses=losses,
+        runs={name: (rules[name], run) for name, run in runs.items()},
+        tolerances=tolerances,
+        tied=exact.tied_names,
+        num_experts=exact.num_experts,
+        sure=1e-4 if coarse is None else 0.1,
+    )
+
+
+_Numbers = tuple[list[Scores], dict[tuple[str, str], tuple[float, float]], dict[str, Run]]
+
+
+def _run(
+    model: Reference,
+    plans: Sequence[RunPlan],
+    rules: Mapping[str, Rule],
+    batches: Sequence[Sequence[Sample]],
+    gradient_tolerance: float,
+    scratch: Path,
+) -> _Numbers:
+    model.reset()
+    scores = model.scores(batches[0], SFT.temperature)
+    losses: dict[tuple[str, str], tuple[float, float]] = {}
+    for loss in dict.fromkeys(p.loss for p in plans):
+        found = model.losses(batches[0], OBJECTIVES[loss], ALL_AGGREGATIONS)
+        losses |= {(loss, aggregation): value for aggregation, value in found.items()}
+    allowed = (gradient_tolerance, OVERALL * gradient_tolerance)
+    runs = {p.name: model.run(batches, p.objective, rules[p.name], allowed, scratch / p.name) for p in plans}
+    return scores, losses, runs
+
+
+def _coarse_gradients(
+    exact: Reference, coarse: Reference, samples: Sequence[Sample], plans: Sequence[RunPlan], scratch: Path
+) -> float:
+    """How far the reference's own gradients move in low precision, with a margin."""
+    deltas = Deltas()
+    for plan in plans:
+        places = []
+        for name, model in (("exact", exact), ("coarse", coarse)):
+            model.first_gradient(samples, plan.objective)
+            places.append(scratch / "gradients" / name / plan.name)
+            model.save_gradient(places[-1])
+        with Tensors(places[0]) as wanted, Tensors(places[1]) as found:
+            compare.compare_two_gradients(deltas, found, wanted)
+    return max(FLOAT32_TOLERANCES["gradients"], COARSE_MARGIN * deltas.found["gradients"].value)
+
+
+def _widened(
+    tolerances: Mapping[str, float], exact: _Numbers, coarse: _Numbers, directory: Path, plans: Sequence[RunPlan]
+) -> dict[str, float]:
+    """Tolerances that the reference in low precision would meet with a margin."""
+    deltas = Deltas()
+    for when, a, b in [("before", coarse[0], exact[0])] + [
+        ("after", coarse[2][p.name].scores, exact[2][p.name].scores) for p in plans
+    ]:
+        compare.compare_scores(deltas, "log_probs", [s.log_probs for s in a], [s.log_probs for s in b], when)
+        compare.compare_scores(deltas, "entropy", [s.entropy for s in a], [s.entropy for s in b], when)
+    for key, (loss, scale) in exact[1].items():
+        deltas.note("loss", abs(coarse[1][key][0] - loss) / scale)
+    for plan in plans:
+        found, wanted = coarse[2][plan.name], exact[2][plan.name]
+        for a, b in zip(found.steps, wanted.steps, strict=True):
+            deltas.note("loss", abs(a.loss - b.loss) / b.scale)
+            deltas.note("grad_norm", compare.relative(a.grad_norm, b.grad_norm))
+        with Tensors(directory) as start, Tensors(found.weights) as mine, Tensors(wanted.weights) as theirs:
+            export = ((n, mine[n]) for n in mine.names)
+            if wanted.bound is None:
+                compare.compare_weights(deltas, export, start, theirs, plan.name)
+            else:
+                with Tensors(wanted.bound) as bound:
+                    compare.compare_bounded(deltas, export, theirs, bound, plan.name)
+    widened = {q: max(tolerances[q], COARSE_MARGIN * d.value) for q, d in deltas.found.items()}
+    # The same step twice in one precision: reductions in another order are all that may differ.
+    return {**tolerances, **widened, "checkpoint": 1e-3, "experts": 0.02, "expert_tokens": 2.0}
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without transformers' progress bars and notices."""
+    from transformers.utils import logging
+
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()
+
+
+def scores_of(samples: Sequence[Sample], values: torch.Tensor) -> list[torch.Tensor]:
+    """``[N, ...]`` of a packed batch -> one tensor a row."""
+    return list(values.split([len(s.ids) for s in samples]))
