@@ -1,0 +1,75 @@
+"""One GRPO run on recorded rollouts gives one set of metrics, whatever processes compute it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from frozen_rollouts import Recording, largest_difference, record, replay, warm_model
+
+from rlctl.trainers.run import RunResult
+
+pytestmark = pytest.mark.slow
+
+TOLERANCE = 1e-5
+Recorded = tuple[RunResult, Recording, Path]
+
+
+@pytest.fixture(scope="module")
+def inline(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    folder = tmp_path_factory.mktemp("frozen")
+    model = warm_model(folder)
+    result, recording = record(folder / "inline", model)
+    assert any(0 < m["critic/score/mean"] < 1 and m["actor/grad_norm"] > 0 for m in result.history)
+    return result, recording, model
+
+
+CASES = {
+    "two processes": ["runtime.nproc=2"],
+    "two processes, rows in order": [
+        "runtime.nproc=2",
+        "trainer.balance_batch=false",
+        "actor.max_tokens_per_device=400",
+    ],
+    "two replicas": ["runtime.nproc=2", "actor.parallel.dp_shard=1", "actor.parallel.dp_replicate=2"],
+    "two halves of each sequence": ["runtime.nproc=2", "actor.parallel.usp=2"],
+    "rollout in a pool of its own": ["runtime.pools.gen.nproc=1", "rollout.pool=gen"],
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_processes_compute_what_one_process_does(inline: Recorded, tmp_path: Path, name: str) -> None:
+    one, recording, model = inline
+    many = replay(tmp_path / "run", model, recording, *CASES[name])
+    runtime = json.loads((many.path / "manifest.json").read_text())["runtime"]
+    assert runtime["launcher"] == "process"
+    pids = {rank["pid"] for pool in runtime["pools"].values() for rank in pool["ranks"]}
+    assert len(pids) == 2
+    assert largest_difference(one, many) < (TOLERANCE, "")
+    assert largest_difference(one, many, extremes=True) < (10 * TOLERANCE, "")
+
+
+def test_the_comparison_sees_one_changed_token(inline: Recorded, tmp_path: Path) -> None:
+    one, recording, model = inline
+    from dataclasses import replace
+
+    seed, completions = next(iter(recording.items()))
+    first = completions[0]
+    changed = replace(first, token_ids=[*first.token_ids[:-1], first.token_ids[-1] ^ 1])
+    other = replay(
+        tmp_path / "run", model, {**recording, seed: [changed, *completions[1:]]}, "guards.rollout_logprob_check=false"
+    )
+    assert largest_difference(one, _only_common(other, one)) > (TOLERANCE, "")
+
+
+def _only_common(run: RunResult, other: RunResult) -> RunResult:
+    """``run`` with the metrics that ``other`` has, for what the switched-off check no longer reports."""
+    from dataclasses import replace
+
+    pairs = zip(run.history, other.history, strict=True)
+    return replace(run, history=[{k: mine.get(k, theirs[k]) for k in theirs} for mine, theirs in pairs])
