@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from rlctl.config.schema import RunConfig
 from rlctl.device import Device
 from rlctl.plugins import PluginSet
+from rlctl.runtime.boots import make_boots, threads_of_a_rank
 from rlctl.runtime.group import Limits, WorkerGroup
 from rlctl.runtime.records import Boot
 from rlctl.runtime.transports.base import Transport
@@ -110,26 +110,19 @@ class Pools:
                 break
             before += other
         first = before if self._device.type != "cpu" and self.launcher == "process" else 0
-        return [
-            Boot(
-                pool=pool,
-                rank=rank,
-                world_size=size,
-                local_rank=first + rank,
-                local_world_size=size,
-                device=self._device.type,
-                vendor=self._device.vendor,
-                num_threads=self._threads(),
-                collective_timeout_s=self._config.runtime.collective_timeout_s,
-            )
-            for rank in range(size)
-        ]
+        return make_boots(
+            pool,
+            size,
+            self._device,
+            num_threads=self._threads(),
+            collective_timeout_s=self._config.runtime.collective_timeout_s,
+            first_local_rank=first,
+        )
 
     def _threads(self) -> int | None:
         """CPU threads of a rank: as configured, else the cores of this host shared by its ranks."""
         wanted = self._config.trainer.num_threads
         if wanted is not None or self.launcher == "inline":
             return wanted
-        ranks = self.num_ranks if self.launcher == "process" else 1
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(1, cores // ranks) if self.launcher == "process" else None
+        # The nodes of a Ray cluster have cores of their own.
+        return threads_of_a_rank(self.num_ranks) if self.launcher == "process" else None
