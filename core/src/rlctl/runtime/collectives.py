@@ -6,6 +6,7 @@ import datetime
 
 from rlctl import device as devices
 from rlctl.device import Device
+from rlctl.runtime import meeting
 from rlctl.runtime.records import Boot
 
 
@@ -23,12 +24,14 @@ def join(boot: Boot, device: Device) -> None:
         return
     devices.set_device(device, boot.local_rank)
     assert boot.store, "the transport says where the ranks meet"
+    timeout = datetime.timedelta(seconds=boot.collective_timeout_s)
+    backend = devices.collective_backend(device)
+    if boot.store.startswith(meeting.SCHEME):
+        store = meeting.tcp_store(boot.store, boot.rank, boot.world_size, timeout)
+        dist.init_process_group(backend, store=store, rank=boot.rank, world_size=boot.world_size, timeout=timeout)
+        return
     dist.init_process_group(
-        devices.collective_backend(device),
-        init_method=boot.store,
-        rank=boot.rank,
-        world_size=boot.world_size,
-        timeout=datetime.timedelta(seconds=boot.collective_timeout_s),
+        backend, init_method=boot.store, rank=boot.rank, world_size=boot.world_size, timeout=timeout
     )
 
 

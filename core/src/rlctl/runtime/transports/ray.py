@@ -1,0 +1,348 @@
+"""One Ray actor a rank, in a placement group, on one node or many. Ray is imported inside functions only.
+
+An actor starts the rank's process on its node and hands frames on (see :mod:`rlctl.runtime.transports.ray_rank`). What
+travels is what travels between processes: plain records, a header and tensors as bytes, put into Ray's object store once
+however many ranks get it. Each actor has one call of ours waiting in it that returns when its rank says something or
+ends, so nothing is polled, and a dead actor or node shows by that call's failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import sysconfig
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rlctl.runtime import ray_cluster, wire
+from rlctl.runtime.channel import SHARED_FROM, Frame, lay_out
+from rlctl.runtime.launch import MARKER, Launch, Stop
+from rlctl.runtime.phases import Status
+from rlctl.runtime.ray_cluster import Placement, RayCluster
+from rlctl.runtime.ray_resources import STRATEGIES, Ask, bundle_for
+from rlctl.runtime.records import Boot, Call, Death, Message
+from rlctl.runtime.status_board import decode_status
+from rlctl.runtime.transports.process import WORKER
+from rlctl.runtime.transports.ray_rank import ENDED, RankActor, RankSpec
+
+PREFIXES = (
+    *("RLCTL_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH", "PYTORCH_", "OMP_", "MKL_"),
+    *("NCCL_", "GLOO_", "HCCL_", "CUDA_LAUNCH_", "VLLM_"),
+)
+"""Variables of the controller that begin so are the ranks' too."""
+_LOOK_S = 1.0
+_STACKS_S = 6.0
+_END_S = 5.0
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A call ready to be sent, any number of times. ``body`` is bytes, or a reference into Ray's object store."""
+
+    table_size: int
+    header_size: int
+    body: Any
+
+
+@dataclass
+class _Rank:
+    """The controller's view of one actor.
+
+    Args:
+        listening: the answer that is waited for; None once the rank has ended.
+        looking: a status that was asked for and has not come.
+    """
+
+    number: int
+    actor: Any
+    node: str
+    listening: Any = None
+    looking: Any = None
+    status: Status | None = None
+
+
+@dataclass
+class _Group:
+    """What :meth:`RayTransport.start` made."""
+
+    cluster: RayCluster
+    placement: Placement
+    ranks: list[_Rank] = field(default_factory=list)
+
+
+class RayTransport:
+    """See :class:`rlctl.runtime.transports.base.Transport`.
+
+    Args:
+        address: of a cluster that exists (``auto``, ``HOST:PORT``, ``ray://HOST:PORT``); None for one of this run's own, on
+            this host. See :func:`rlctl.runtime.ray_cluster.connect`.
+        strategy: how ranks are laid out over nodes: PACK, STRICT_PACK, SPREAD or STRICT_SPREAD.
+        cpus_per_rank: CPUs that Ray sets aside for a rank, beside its accelerator.
+        placement_timeout_s: longest wait for what the cluster has, but not free.
+        log_dir: gets ``rank_N.log`` on the rank's node where that can be written there.
+        env: environment variables of the ranks, beside the controller's own of :data:`PREFIXES`.
+        allowed: packages whose records may travel (see :mod:`rlctl.runtime.wire`).
+        worker, plugins: see :class:`rlctl.runtime.launch.Launch`.
+        notice: told what is waited for.
+    """
+
+    name = "ray"
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        strategy: str = "PACK",
+        cpus_per_rank: float = 1.0,
+        placement_timeout_s: float = 120.0,
+        log_dir: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        allowed: Sequence[str] = wire.ALLOWED,
+        worker: str = WORKER,
+        plugins: bool = True,
+        notice: Callable[[str], None] | None = None,
+    ) -> None:
+        assert strategy in STRATEGIES, strategy
+        self._address = address
+        self._strategy = strategy
+        self._cpus = cpus_per_rank
+        self._placement_timeout_s = placement_timeout_s
+        self._log_dir = log_dir
+        self._env = dict(env or {})
+        self._allowed = tuple(allowed)
+        self._worker = worker
+        self._plugins = plugins
+        self._notice = notice or (lambda text: None)
+        self._group: _Group | None = None
+        self._last: list[Status | None] = []
+
+    # ---- starting -------------------------------------------------------------------------------------------------
+    def start(self, boots: Sequence[Boot]) -> None:
+        bundle = bundle_for(boots[0].device, self._cpus)
+        cluster = ray_cluster.connect(self._address)
+        try:
+            ask = Ask(boots[0].pool, len(boots), bundle, self._strategy)
+            placement = cluster.place(ask, self._placement_timeout_s, self._notice)
+        except BaseException:
+            cluster.release()
+            raise
+        self._group = _Group(cluster, placement)
+        self._launch(self._group, boots, bundle)
+
+    def _launch(self, group: _Group, boots: Sequence[Boot], bundle: Mapping[str, float]) -> None:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        actor: Any = ray.remote(concurrency_groups={"listen": 1, "look": 1})(RankActor)
+        marker = uuid.uuid4().hex
+        env = _environment()
+        for boot in boots:
+            local, count = group.placement.local(boot.rank)
+            told = Launch(
+                replace(boot, local_rank=local, local_world_size=count), self._worker, self._plugins, self._allowed
+            )
+            logs = None if self._log_dir is None else str(self._log_dir.absolute())
+            own = group.cluster.own
+            spec = RankSpec(told, f"{marker}-{boot.rank}", logs, os.getcwd(), self._env, host_threads=own)
+            made = actor.options(
+                name=f"{boot.pool}/{boot.rank}/{marker[:8]}",
+                num_cpus=bundle["CPU"],
+                num_gpus=bundle.get("GPU", 0),
+                resources={k: v for k, v in bundle.items() if k not in ("CPU", "GPU")},
+                max_restarts=0,
+                max_task_retries=0,
+                runtime_env={"env_vars": env},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group.placement.group, placement_group_bundle_index=group.placement.bundles[boot.rank]
+                ),
+            ).remote(wire.encode(spec)[0])
+            rank = _Rank(boot.rank, made, group.placement.nodes[boot.rank])
+            group.ranks.append(rank)
+            self._listen(rank)
+        # The actors fetch it from rank 0's themselves: nothing here waits for them.
+        store = group.ranks[0].actor.meeting_place.remote() if len(boots) > 1 else ""
+        for rank in group.ranks:
+            rank.actor.begin.remote(store)
+
+    # ---- messages -------------------------------------------------------------------------------------------------
+    def pack(self, call: Call) -> Packed:
+        return self._packed(call)
+
+    def _packed(self, message: Any) -> Packed:
+        header, tensors = wire.encode(message, self._allowed)
+        layout = lay_out(header, tensors)
+        if layout.size < SHARED_FROM:
+            body = bytearray(layout.size)
+            layout.write_to(body)
+            return Packed(layout.table_size, layout.header_size, bytes(body))
+        import numpy
+        import ray
+
+        array = numpy.zeros(layout.size, dtype=numpy.uint8)
+        layout.write_to(array)
+        return Packed(layout.table_size, layout.header_size, ray.put(array))
+
+    def send(self, rank: int, packed: Any) -> None:
+        found = self._ranks[rank]
+        if found.listening is not None:
+            found.actor.send.remote(packed.table_size, packed.header_size, packed.body)
+
+    def receive(self, timeout_s: float) -> list[Message]:
+        import ray
+
+        waiting = {rank.listening: rank for rank in self._ranks if rank.listening is not None}
+        if not waiting:
+            time.sleep(timeout_s)
+            return []
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=timeout_s)
+        if ready and len(waiting) > 1:
+            ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0)
+        return [message for ref in ready for message in self._heard(waiting[ref])]
+
+    def _listen(self, rank: _Rank) -> None:
+        rank.listening = rank.actor.listen.options(concurrency_group="listen").remote()
+
+    def _heard(self, rank: _Rank) -> list[Message]:
+        import ray
+        from ray.exceptions import RayError
+
+        try:
+            said: list[tuple[Any, ...]] = ray.get(rank.listening)
+        except RayError as error:
+            rank.listening = None
+            return [Death(rank.number, self._cause(rank, error), status=rank.status)]
+        messages: list[Message] = []
+        for item in said:
+            if item[0] == ENDED:
+                _, cause, output, status = item
+                rank.listening = None
+                rank.status = rank.status if status is None else decode_status(status)
+                messages.append(Death(rank.number, cause, output, rank.status))
+            else:
+                _, table_size, header_size, body = item
+                # A copy of its own: what lies in the object store is shared, and read only.
+                header, tensors = Frame(bytearray(body), table_size, header_size).open()
+                messages.append(wire.decode(header, tensors, self._allowed))
+        if rank.listening is not None:
+            self._listen(rank)
+        return messages
+
+    def _cause(self, rank: _Rank, error: BaseException) -> str:
+        """Why an actor does not answer any more."""
+        assert self._group is not None, "it was started"
+        alive = {node.id: node.name for node in self._group.cluster.view().nodes}
+        text = " ".join(str(error).split())
+        if rank.node not in alive or ("node" in text and "died" in text):
+            return f"its node is gone ({text[:300]})"
+        return f"its Ray actor is gone: {_ray_words(text)}"
+
+    @property
+    def _ranks(self) -> list[_Rank]:
+        return [] if self._group is None else self._group.ranks
+
+    # ---- looking in -----------------------------------------------------------------------------------------------
+    def statuses(self) -> list[Status | None]:
+        if self._group is None:
+            return list(self._last)
+        import ray
+        from ray.exceptions import RayError
+
+        for rank in self._ranks:
+            if rank.listening is not None and rank.looking is None:
+                rank.looking = rank.actor.look.options(concurrency_group="look").remote()
+        asked = {rank.looking: rank for rank in self._ranks if rank.looking is not None}
+        if asked:
+            ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_LOOK_S)
+            for ref in ready:
+                rank = asked[ref]
+                rank.looking = None
+                with contextlib.suppress(RayError):  # its actor is gone: what was seen last stands
+                    found: bytes | None = ray.get(ref)
+                    rank.status = rank.status if found is None else decode_status(found)
+        return [rank.status for rank in self._ranks]
+
+    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        import ray
+        from ray.exceptions import RayError
+
+        asked = {
+            rank.actor.stacks.options(concurrency_group="look").remote(): rank.number
+            for rank in self._ranks
+            if rank.number in ranks and rank.listening is not None
+        }
+        found: dict[int, str] = {}
+        if asked:
+            ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_STACKS_S)
+            for ref in ready:
+                with contextlib.suppress(RayError):
+                    found[asked[ref]] = ray.get(ref)
+        return {number: text for number, text in found.items() if text}
+
+    # ---- the end --------------------------------------------------------------------------------------------------
+    def close(self, grace_s: float) -> None:
+        try:
+            stop = self._packed(Stop())
+            for rank in self._ranks:
+                self.send(rank.number, stop)
+            deadline = time.monotonic() + grace_s
+            while any(r.listening is not None for r in self._ranks) and (left := deadline - time.monotonic()) > 0:
+                self.receive(left)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        if self._group is None:
+            return
+        group, self._group = self._group, None
+        self._last = [rank.status for rank in group.ranks]
+        try:
+            _end(group)
+        finally:
+            group.cluster.release()
+
+
+def _end(group: _Group) -> None:
+    """End the ranks, then their actors, then give their places back."""
+    import ray
+    from ray.exceptions import RayError
+
+    ending = [rank.actor.end.options(concurrency_group="look").remote() for rank in group.ranks]
+    if ending:
+        ray.wait(ending, num_returns=len(ending), timeout=_END_S)
+    for rank in group.ranks:
+        with contextlib.suppress(RayError, ValueError):
+            ray.kill(rank.actor, no_restart=True)
+    # A call that can only fail tells when an actor is gone.
+    last = [rank.actor.listen.options(concurrency_group="listen").remote() for rank in group.ranks]
+    if last:
+        ray.wait(last, num_returns=len(last), timeout=_END_S)
+    group.cluster.remove(group.placement)
+
+
+def _environment() -> dict[str, str]:
+    """Variables of the actors, and so of the ranks: where the controller finds modules, and what starts as it should."""
+    given = {name: value for name, value in os.environ.items() if name.startswith(PREFIXES) and name != MARKER}
+    # What the node's own Python brings along it finds itself.
+    own = [Path(path).resolve() for path in {*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix}]
+    more = [
+        path for path in sys.path if path and not any(Path(path).resolve().is_relative_to(prefix) for prefix in own)
+    ]
+    if more:
+        given["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(more))
+    return given
+
+
+def _ray_words(text: str) -> str:
+    """What tells something in Ray's long message."""
+    for sign in ("Worker exit detail:", "The actor is dead because", "The actor died because"):
+        if sign in text:
+            text = text.partition(sign)[2].strip()
+            break
+    if "connection error code 2" in text or "End of file" in text:
+        return "its process ended without a word, as one that SIGKILL ended"
+    return text[:400]
