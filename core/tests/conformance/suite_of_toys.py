@@ -17,7 +17,7 @@ MODEL = {"config": {"model_type": "toy", "vocab": 16, "hidden": 12}}
 
 def _suite(kind: BackendKind, name: str, **attributes: Any) -> type:
     base = TrainConformance if kind is BackendKind.TRAIN else RolloutConformance
-    module = "toy_train" if kind is BackendKind.TRAIN else "toy_rollout"
+    module = attributes.pop("module", "toy_train" if kind is BackendKind.TRAIN else "toy_rollout")
     config = attributes.pop("config", "toy_config:ToyConfig")
     values = {"spec": toy_light.spec(kind, f"{module}:{name}", config), "model": MODEL, "light_module": "toy_light"}
     if kind is BackendKind.TRAIN:
@@ -36,6 +36,8 @@ for _kind, _module in ((BackendKind.TRAIN, toy_train), (BackendKind.ROLLOUT, toy
             _key = f"Test{'Rollout' if _kind is BackendKind.ROLLOUT and _name != 'ToyRollout' else ''}{_name}"
             globals()[_key] = _suite(_kind, _name)
 
+# The engine for simulated ranks, on one.
+TestFakeTrain = _suite(BackendKind.TRAIN, "FakeTrain", module="rlctl.testing.fake_engine")
 TestLaxConfig = _suite(BackendKind.TRAIN, "Toy", config="toy_config:LaxConfig")
 TestHeavyModule = _suite(BackendKind.TRAIN, "Toy", light_module="toy_train")
 TestHeavyConfig = _suite(BackendKind.TRAIN, "Toy", config="toy_train:HeavyConfig")

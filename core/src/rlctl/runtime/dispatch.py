@@ -7,6 +7,7 @@ it follows from the places that the engine's own mesh reports, and is asserted.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -60,34 +61,45 @@ def check_places(places: Sequence[RankPlace]) -> None:
     def refuse(found: str, wanted: str) -> EngineError:
         return EngineError("the engine's mesh cannot be dispatched over", found=found, wanted=wanted)
 
-    ranks = sorted(p.rank for p in places)
-    if ranks != list(range(len(places))):
-        raise refuse(f"ranks {ranks}", f"ranks 0 to {len(places) - 1}, each once")
-    sizes = sorted({p.dp_size for p in places})
-    if len(sizes) != 1:
-        raise refuse(f"dp sizes {sizes}", "one dp size on every rank")
+    if wrong := _not_once([p.rank for p in places], len(places)):
+        raise refuse(f"rank {wrong}", f"ranks 0 to {len(places) - 1}, each once")
+    for name in ("dp_size", "token_multiplier", "count_multiple"):
+        values = sorted({getattr(p, name) for p in places})
+        if len(values) != 1:
+            raise refuse(f"{name} {' and '.join(map(str, values))}", f"one {name} on every rank")
+    dp_size = places[0].dp_size
     replicas: dict[int, list[RankPlace]] = {}
     for place in places:
         replicas.setdefault(place.dp_rank, []).append(place)
-    if sorted(replicas) != list(range(sizes[0])):
-        raise refuse(f"dp ranks {sorted(replicas)}", f"dp ranks 0 to {sizes[0] - 1}")
-    counts = sorted({len(r) for r in replicas.values()})
-    if len(counts) != 1:
-        raise refuse(f"replicas of {' and '.join(map(str, counts))} ranks", "replicas of one size")
+    if wrong := _not_once(list(replicas), dp_size):
+        raise refuse(f"dp rank {wrong}", f"dp ranks 0 to {dp_size - 1} on {len(places)} ranks")
+    first = len(replicas[0])
     for dp_rank, members in sorted(replicas.items()):
+        if len(members) != first:
+            raise refuse(f"{first} ranks in dp rank 0 and {len(members)} in dp rank {dp_rank}", "replicas of one size")
         owners = [p.rank for p in members if p.is_collect]
         if len(owners) != 1:
             raise refuse(
-                f"dp rank {dp_rank} has {len(owners)} collectors{f', ranks {owners}' if owners else ''}",
+                f"dp rank {dp_rank} has {len(owners) or 'no'} collectors{f', ranks {owners}' if owners else ''}",
                 "exactly one rank of each replica that gives its output",
             )
+
+
+def _not_once(found: Sequence[int], count: int) -> str:
+    """What keeps ``found`` from being 0 to ``count - 1``, each once; empty where nothing does."""
+    times = Counter(found)
+    wrong = [f"{i} {'is missing' if not times[i] else f'is there {times[i]} times'}" for i in range(count) if times[i] != 1]
+    wrong += [f"{i}, which is none" for i in sorted(times) if not 0 <= i < count]
+    return "; ".join(wrong[:4]) + ("; ..." if len(wrong) > 4 else "")
 
 
 def replicate(places: Sequence[RankPlace], parts: Sequence[T]) -> list[T]:
     """``parts`` by dp rank -> what each rank gets, by rank: ranks of one replica get the same object."""
     assert len(parts) == places[0].dp_size, (len(parts), places[0].dp_size)
-    by_rank = {p.rank: parts[p.dp_rank] for p in places}
-    return [by_rank[rank] for rank in range(len(places))]
+    by_rank: list[T | None] = [None] * len(places)
+    for place in places:
+        by_rank[place.rank] = parts[place.dp_rank]
+    return by_rank  # type: ignore[return-value]
 
 
 def collect(places: Sequence[RankPlace], answers: Sequence[T]) -> list[T]:

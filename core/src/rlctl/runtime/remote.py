@@ -7,18 +7,19 @@ up; what every rank must agree on (loss, grad norm) is compared.
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from rlctl.balance import seqlen_metrics, split_rows
-from rlctl.batch import PackedBatch, padding_like
+from rlctl.batch import GROUP, PackedBatch, padding_like
 from rlctl.config.schema import ModelConfig
 from rlctl.engine import EngineInfo, MeshInfo, TrainOutput, check_first_items
-from rlctl.errors import GuardError
+from rlctl.errors import EngineError, GuardError
 from rlctl.generation import Completion, GenerateRequest, ScoreRequest, TokenScores
 from rlctl.logits import LossFn
 from rlctl.microbatch import MicroBatchPlan, check_lengths
@@ -59,6 +60,7 @@ class RemoteEngine:
         self.dp_size = places[0].dp_size
         self.mesh: MeshInfo | None = MeshInfo(world_size=group.world_size, device=places[0].device)
         self._balance = balance
+        self._last_split: tuple[list[int], list[Any] | None, list[list[int]]] | None = None
 
     @classmethod
     def build(cls, group: WorkerGroup, spec: BuildSpec, *, balance: bool = True) -> RemoteEngine:
@@ -81,6 +83,9 @@ class RemoteEngine:
     ) -> TrainOutput:
         """One optimizer step on one whole mini-batch; see :meth:`rlctl.engine.Engine.train_batch`.
 
+        Returns:
+            The numbers of the whole mini-batch; ``num_padding`` is summed over the replicas.
+
         Raises:
             BatchError: a row is over the token bound (its index in ``batch`` is named), or scores its first token.
             GuardError: the replicas report different numbers.
@@ -91,11 +96,10 @@ class RemoteEngine:
         outputs: list[TrainOutput] = self.group.call_nd(
             "train_batch", self.places, arguments, doing=self._doing("train_batch", batch)
         )
-        first = outputs[0]
         self._agree("loss", [o.loss for o in outputs])
         self._agree("grad norm", [o.step.grad_norm for o in outputs])
         self._agree("number of micro-batches", [float(o.num_micro_batches) for o in outputs])
-        return first
+        return replace(outputs[0], num_padding=sum(o.num_padding for o in outputs))
 
     def eval_loss(
         self,
@@ -116,27 +120,45 @@ class RemoteEngine:
     def infer_batch(
         self, batch: PackedBatch, plan: MicroBatchPlan, want: Sequence[str] = ("log_probs",)
     ) -> dict[str, torch.Tensor]:
-        """Score known sequences: ``{name: [N] float32}`` in the order of ``batch``."""
+        """Score known sequences: ``{name: [N] float32}`` in the order of ``batch``.
+
+        Raises:
+            BatchError: as :meth:`train_batch`.
+            EngineError: a replica answered for another number of tokens than it was given.
+        """
         self._check(batch, plan)
         parts, indices = self._split(batch)
         arguments = [(self.role, part, plan, tuple(want)) for part in parts]
         outputs = self.group.call_nd("infer_batch", self.places, arguments, doing=self._doing("infer_batch", batch))
-        if self.dp_size == 1:
-            return dict(outputs[0])
+        for dp_rank, (part, out) in enumerate(zip(parts, outputs, strict=True)):
+            self._check_scores(dp_rank, part.num_items, want, out)
+        order = [row for rows in indices for row in rows]
         result: dict[str, torch.Tensor] = {}
         for name in want:
-            per_row = [
-                part.split_items(out[name]) if rows else []
-                for part, out, rows in zip(parts, outputs, indices, strict=True)
-            ]
-            result[name] = torch.cat(restore_order(indices, per_row, batch.num_rows))
+            # Parts without rows were padding.
+            found = [out[name] for out, rows in zip(outputs, indices, strict=True) if rows]
+            scores = torch.cat(found) if found else torch.zeros(0)
+            if order != list(range(batch.num_rows)):
+                lengths = batch.lengths
+                pieces = scores.split([lengths[row] for row in order])
+                scores = torch.cat(restore_order([order], [pieces], batch.num_rows))
+            result[name] = scores
         return result
+
+    def _check_scores(self, dp_rank: int, num_items: int, want: Sequence[str], out: Mapping[str, torch.Tensor]) -> None:
+        for name in want:
+            if name not in out or out[name].shape != (num_items,):
+                raise EngineError(
+                    f"dp rank {dp_rank} of {self.role} scored another number of tokens than it was given",
+                    found=f"{name} of shape {tuple(out[name].shape)}" if name in out else ", ".join(out) or "nothing",
+                    wanted=f"{name} of shape ({num_items},)",
+                )
 
     def seqlen_metrics(self, batch: PackedBatch) -> dict[str, float]:
         """``global_seqlen/*`` of a batch as it would be split; empty on one replica."""
         if self.dp_size == 1:
             return {}
-        return seqlen_metrics(batch.lengths, split_rows(batch.lengths, self.dp_size, balance=self._balance))
+        return seqlen_metrics(batch.lengths, self._rows_by_part(batch))
 
     def _ready(
         self, batch: PackedBatch, plan: MicroBatchPlan, agg_mode: LossAggMode | str, norm_length: int | None
@@ -157,16 +179,21 @@ class RemoteEngine:
         """Rows by dp rank, and their indices; a replica without rows gets zero-weight padding."""
         if self.dp_size == 1:
             return [batch], [list(range(batch.num_rows))]
-        indices = split_rows(batch.lengths, self.dp_size, balance=self._balance)
+        indices = self._rows_by_part(batch)
         if batch.is_padding:
             return [batch] * self.dp_size, indices
-        ordered = batch.select([row for rows in indices for row in rows])
-        parts: list[PackedBatch] = []
-        start = 0
-        for rows in indices:
-            parts.append(ordered.slice_rows(start, start + len(rows)) if rows else padding_like(batch))
-            start += len(rows)
-        return parts, indices
+        filled = iter(batch.parts([rows for rows in indices if rows]))
+        padding = None if all(indices) else padding_like(batch)
+        return [next(filled) if rows else cast(PackedBatch, padding) for rows in indices], indices
+
+    def _rows_by_part(self, batch: PackedBatch) -> list[list[int]]:
+        """The split of a batch; of one that is asked for again (to score, then to train) the same list."""
+        lengths = batch.lengths
+        groups = batch.rows[GROUP].tolist() if GROUP in batch.rows else None
+        if self._last_split is None or self._last_split[:2] != (lengths, groups):
+            indices = split_rows(lengths, self.dp_size, balance=self._balance, groups=groups)
+            self._last_split = (lengths, groups, indices)
+        return self._last_split[2]
 
     def _agree(self, what: str, values: Sequence[float]) -> None:
         reference = values[0]
@@ -193,6 +220,9 @@ class RemoteEngine:
         Args:
             on_progress: told how many completions have finished since it was told last.
         """
+        if request.params.seed is None:
+            # One for all: ranks of one replica would else sample apart.
+            request = replace(request, params=replace(request.params, seed=secrets.randbits(62)))
         n = request.params.n
         pieces = split_rows([1] * len(request.prompts), self.dp_size, balance=False)
         arguments = [
@@ -205,7 +235,12 @@ class RemoteEngine:
         )
         out: list[Completion] = []
         for rows, completions in zip(pieces, answers, strict=True):
-            assert len(completions) == len(rows) * n, (len(completions), len(rows), n)
+            if len(completions) != len(rows) * n:
+                raise EngineError(
+                    f"a replica of {self.role} returned another number of completions than it was asked for",
+                    found=len(completions),
+                    wanted=f"{n} for each of {len(rows)} prompts",
+                )
             first = rows[0] if rows else 0
             out += [replace(c, prompt_index=c.prompt_index + first) if first else c for c in completions]
         return out

@@ -23,6 +23,7 @@ from rlctl.plugins import PluginSet
 from rlctl.records import BackendKind, ModelType
 from rlctl.runtime import collectives
 from rlctl.runtime.dispatch import Dispatch, dispatch, dispatch_of
+from rlctl.runtime.out_of_memory import work
 from rlctl.runtime.phases import beat, phase
 from rlctl.runtime.records import Boot, BuildSpec, Built, Call, Hello, RankPlace
 from rlctl.runtime.weights import Inlet, Outlet
@@ -56,11 +57,20 @@ class Worker:
             torch.set_num_threads(boot.num_threads)
 
     def run(self, call: Call, emit: Emit) -> Any:
-        """Run one call. ``emit`` carries what it says before it ends."""
-        dispatch_of(type(self), call.method)
+        """Run one call. ``emit`` carries what it says before it ends.
+
+        Of an nd-compute method only the collector of a replica answers: what the others found is the same, and need not
+        travel.
+        """
+        mode = dispatch_of(type(self), call.method)
         self._emit = emit
-        with phase(call.method):
-            return getattr(self, call.method)(*call.args, **call.kwargs)
+        with work(call.method):
+            value = getattr(self, call.method)(*call.args, **call.kwargs)
+        if mode is Dispatch.ND_COMPUTE:
+            mesh = self.engines[call.args[0]].mesh
+            assert mesh is not None, "an engine that ran was built"
+            return value if mesh.is_collect else None
+        return value
 
     # ---- life -------------------------------------------------------------------------------------------------
     @dispatch(Dispatch.ONE_TO_ALL)
@@ -78,27 +88,30 @@ class Worker:
         Raises:
             RlctlError: the backend does not answer here, or refuses the model or topology.
         """
+        settings = {**spec.engine, "device": self.device.type}
         with phase("init"):
-            collectives.join(self.boot, self.device)
-            kind = BackendKind(spec.kind)
-            record = registry.resolve_backend(
-                self.plugins,
-                spec.backend,
-                kind,
-                ModelType(spec.model_type),
-                self.device.type,
-                self.device.vendor,
-                notice=self._notice,
-            )
-            settings = {**spec.engine, "device": self.device.type}
-            engine = registry.create_engine(self.plugins, record, role=spec.role, settings=settings)
+            self._join()
+            engine = self._create(spec, settings)
             topology = resolve(self.boot.world_size, spec.axes)
             optimizer = None if spec.optimizer is None else dict(spec.optimizer)
             info = engine.build(topology, settings, spec.model, optimizer, forward_only=optimizer is None)
         assert spec.role not in self.engines, f"two engines called {spec.role!r}"
         self.engines[spec.role] = engine
         assert engine.mesh is not None, "it was just built"
-        return Built(_place(engine.mesh), info)
+        return Built(_place(self.boot.rank, engine.mesh), info)
+
+    def _join(self) -> None:
+        """Meet the other ranks of the group."""
+        collectives.join(self.boot, self.device)
+
+    def _create(self, spec: BuildSpec, settings: Mapping[str, Any]) -> Engine:
+        """The engine of ``spec``, not built yet."""
+        kind = BackendKind(spec.kind)
+        model_type = ModelType(spec.model_type)
+        record = registry.resolve_backend(
+            self.plugins, spec.backend, kind, model_type, self.device.type, self.device.vendor, notice=self._notice
+        )
+        return registry.create_engine(self.plugins, record, role=spec.role, settings=settings)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def drop(self, role: str) -> None:
@@ -164,9 +177,10 @@ class Worker:
     # ---- rollout engines --------------------------------------------------------------------------------------
     @dispatch(Dispatch.ND_COMPUTE)
     def generate(self, role: str, request: GenerateRequest, progress: bool) -> list[Completion]:
-        """Sample this replica's prompts; with ``progress`` each finished completion is an event, the number 1."""
-        if not request.prompts:
-            return []
+        """Sample this replica's prompts; with ``progress`` each finished completion is an event, the number 1.
+
+        A replica without prompts calls its engine too: with sharded weights all ranks gather them together.
+        """
         beat(prompts=len(request.prompts))
 
         def done(completion: Completion) -> None:
@@ -179,7 +193,7 @@ class Worker:
     @dispatch(Dispatch.ND_COMPUTE)
     def score(self, role: str, request: ScoreRequest) -> list[TokenScores]:
         """See :meth:`rlctl.engine.Engine.score`."""
-        return self.engines[role].score(request) if request.sequences else []
+        return self.engines[role].score(request)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def release(self, role: str, parts: tuple[str, ...]) -> bool:
@@ -265,9 +279,10 @@ class Worker:
             self.engines[role].load_state(path)
 
 
-def _place(mesh: MeshInfo) -> RankPlace:
+def _place(rank: int, mesh: MeshInfo) -> RankPlace:
+    """``rank`` is the group's own number of this process: an engine may count its ranks in another order."""
     return RankPlace(
-        mesh.rank,
+        rank,
         mesh.dp_rank,
         mesh.dp_size,
         mesh.is_collect,
