@@ -26,7 +26,7 @@ $(VENV)/.run: $(DISTS) constraints/base.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(BIN)/pip install -q $(PIP_ARGS) -c constraints/base.txt --no-build-isolation -e 'core[data,math,tensorboard,gguf,reasoning-gym,testing]' \
+	$(BIN)/pip install -q $(PIP_ARGS) -c constraints/base.txt --no-build-isolation -e 'core[data,math,tensorboard,gguf,ray,reasoning-gym,testing]' \
 	  pytest hypothesis ruff 'pyright[nodejs]' build
 	@touch $@
 
