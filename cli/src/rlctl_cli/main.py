@@ -18,6 +18,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("rlctl_cli.commands.train:train", "Train from a recipe or a YAML file."),
     "doctor": ("rlctl_cli.commands.doctor:doctor", "Check what is installed, what loads, and why something does not."),
     "capabilities": ("rlctl_cli.commands.capabilities:capabilities", "Show what each backend can do, with evidence."),
+    "verify": (
+        "rlctl_cli.commands.verify:verify",
+        "Compare a backend and topology with one process, number by number.",
+    ),
     "plugins": ("rlctl_cli.commands.plugins:plugins", "List installed plugins and what they declare."),
     "recipes": ("rlctl_cli.commands.recipes:recipes", "List shipped recipes, or show one."),
     "data": ("rlctl_cli.commands.data:data", "Check a dataset before any model is loaded."),

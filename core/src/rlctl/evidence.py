@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,9 @@ from rlctl.plugins import PluginEntry
 from rlctl.records import Axis, EvidenceLevel, EvidenceRecord
 from rlctl.requirements import installed_version
 from rlctl.userdirs import user_data_dir
+
+
+THIS_MACHINE = "this machine"
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Evidence:
         stale: the record does not hold here; ``reasons`` says why.
         proof: the record, or None.
         simulated: records of simulated devices that concern the cell; they never raise the level.
+        failed: comparisons that failed here (``extra: {"failed": true}``), newest first. They refute earlier proofs of the
+            same combination of axes and model family, wherever those come from.
     """
 
     level: EvidenceLevel = EvidenceLevel.DECLARED
@@ -47,6 +52,7 @@ class Evidence:
     reasons: tuple[str, ...] = ()
     proof: Proof | None = None
     simulated: int = 0
+    failed: tuple[Proof, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         record = None
@@ -57,6 +63,7 @@ class Evidence:
             "stale": self.stale,
             "reasons": list(self.reasons),
             "simulated": self.simulated,
+            "failed": [evidence_to_json(p.record) for p in self.failed],
             "record": record,
         }
 
@@ -89,6 +96,27 @@ class EvidenceBook:
         about = [p for p in self.proofs if p.record.backend == backend and p.record.model_type == model_type]
         return _best(about, lambda r: stale_reasons(r, device, vendor, axes, model_family))
 
+    def failures(self, backend: str) -> list[Proof]:
+        """Comparisons of a backend that failed with what is installed now, newest first."""
+        mine = [p for p in self.proofs if p.record.backend == backend and p.record.extra.get("failed")]
+        holding = [p for p in mine if not p.record.simulated and not stale_reasons(p.record, p.record.device, None)]
+        return sorted(holding, key=lambda p: p.record.date, reverse=True)
+
+    def proved_words(self, backend: str) -> str:
+        """``parity of 6 topologies (2 on this machine), 40 records stale``: what a backend has proved, in a line."""
+        mine = [p for p in self.proofs if p.record.backend == backend and not p.record.simulated]
+        mine = [p for p in mine if p.record.level.rank >= EvidenceLevel.PARITY.rank]
+        holding = [p for p in mine if not stale_reasons(p.record, p.record.device, None)]
+
+        def combinations(proofs: Iterable[Proof]) -> int:
+            return len({(p.record.device, tuple(sorted(p.record.axes.items()))) for p in proofs})
+
+        here = combinations(p for p in holding if p.source == THIS_MACHINE)
+        count = combinations(holding)
+        text = f"parity of {count} {'topology' if count == 1 else 'topologies'} ({here} on this machine)"
+        stale = len(mine) - len(holding)
+        return text + (f", {stale} {'record' if stale == 1 else 'records'} stale" if stale else "")
+
 
 def _concerns(record: EvidenceRecord, backend: str, axis: Axis | None, model_type: str) -> bool:
     if record.backend != backend or record.model_type != model_type:
@@ -100,25 +128,37 @@ def _concerns(record: EvidenceRecord, backend: str, axis: Axis | None, model_typ
 
 
 def _best(proofs: Iterable[Proof], reasons_of: Any) -> Evidence:
-    holding: list[Proof] = []
-    stale: list[tuple[Proof, tuple[str, ...]]] = []
+    real: list[tuple[Proof, tuple[str, ...]]] = []
     simulated = 0
     for proof in proofs:
         if proof.record.simulated:
             simulated += 1
-            continue
-        reasons = reasons_of(proof.record)
-        if reasons:
-            stale.append((proof, reasons))
         else:
-            holding.append(proof)
+            real.append((proof, reasons_of(proof.record)))
+    failed = [p for p, reasons in real if not reasons and p.record.extra.get("failed")]
+    failed.sort(key=lambda p: p.record.date, reverse=True)
+    real = [(p, r) for p, r in real if not p.record.extra.get("failed") and not any(map(_refutes(p), failed))]
+    holding = [p for p, reasons in real if not reasons]
     if holding:
         best = max(holding, key=lambda p: (p.record.level.rank, p.record.date))
-        return Evidence(best.record.level, False, (), best, simulated)
-    if stale:
-        proof, reasons = max(stale, key=lambda s: (s[0].record.level.rank, s[0].record.date))
-        return Evidence(proof.record.level, True, reasons, proof, simulated)
-    return Evidence(simulated=simulated)
+        return Evidence(best.record.level, False, (), best, simulated, tuple(failed))
+    if real:
+        proof, reasons = max(real, key=lambda s: (s[0].record.level.rank, s[0].record.date))
+        return Evidence(proof.record.level, True, reasons, proof, simulated, tuple(failed))
+    return Evidence(simulated=simulated, failed=tuple(failed))
+
+
+def _refutes(proof: Proof) -> Callable[[Proof], bool]:
+    """Whether a failure is of the same combination as ``proof``, and no older."""
+    record = proof.record
+
+    def refutes(failure: Proof) -> bool:
+        other = failure.record
+        same = (dict(other.axes), other.model_family) == (dict(record.axes), record.model_family)
+        # That it imports is another matter than what it computes.
+        return same and other.date >= record.date and record.level.rank > EvidenceLevel.IMPORTABLE.rank
+
+    return refutes
 
 
 def stale_reasons(
@@ -171,7 +211,7 @@ def load_evidence(entries: Iterable[PluginEntry]) -> EvidenceBook:
         directory = evidence_directory(entry.target) if declared else None
         if directory is not None:
             _read_directory(directory, entry.dist, declared, proofs, problems)
-    _read_directory(user_data_dir() / "evidence", "this machine", None, proofs, problems)
+    _read_directory(user_data_dir() / "evidence", THIS_MACHINE, None, proofs, problems)
     return EvidenceBook(tuple(proofs), tuple(problems))
 
 

@@ -122,12 +122,15 @@ def _print_overview(cells: Sequence[Cell], out: Console) -> None:
     out.print(table)
     out.print(
         Text(
-            "yes, if (on a condition), no, - (does not apply); * proved here by parity or end to end, ~ proof is stale\n"
+            "yes, if (on a condition), no, - (does not apply); * proved here by parity or end to end, ~ proof is stale, "
+            "! a comparison failed here\n"
         )
     )
 
 
 def _mark(cell: Cell) -> str:
+    if cell.evidence.failed:
+        return "!"
     if cell.evidence.level not in _PROVED:
         return ""
     return "~" if cell.evidence.stale else "*"
@@ -164,4 +167,7 @@ def _evidence(cell: Cell) -> str:
         text += f", stale: {found.reasons[0]}"
     if found.simulated:
         text += f", {found.simulated} simulated"
+    if found.failed:
+        record = found.failed[0].record
+        text += f", {len(found.failed)} failed here ({axes_words(record.axes)}, {record.model_family}: {record.what})"
     return text

@@ -13,6 +13,8 @@ from rlctl.causes import AT, Cause
 from rlctl.device import DEVICE_VARIABLE, VENDOR_VARIABLE, device_name
 from rlctl.discovery import FIRST_PARTY_DISTS
 from rlctl.doctor.report import BackendReport
+from rlctl.evidence import axes_words, load_evidence
+from rlctl.plugins import PluginEntry
 from rlctl.probing import Outcome
 from rlctl.records import BackendKind, CheckResult, CheckStatus
 from rlctl.requirements import installed_version
@@ -27,6 +29,7 @@ NAMES = (
     "versions",
     "training backend",
     "rollout backend",
+    "evidence",
     "torch",
     "device",
     "device extensions",
@@ -38,12 +41,17 @@ NAMES = (
 
 
 def run_checks(
-    rows: Sequence[BackendReport], runtime: Outcome | None, timeout_s: float, quick: bool
+    rows: Sequence[BackendReport],
+    runtime: Outcome | None,
+    timeout_s: float,
+    quick: bool,
+    plugins: Sequence[PluginEntry] = (),
 ) -> list[CheckResult]:
     """Every check.
 
     Args:
         rows: the backends as found.
+        plugins: whose evidence is read.
         runtime: what a child said of torch; None when it was not asked.
     """
     return [
@@ -51,6 +59,7 @@ def run_checks(
         check_versions(),
         check_backend(rows, BackendKind.TRAIN, quick),
         check_backend(rows, BackendKind.ROLLOUT, quick),
+        check_evidence(plugins),
         check_torch(runtime, timeout_s),
         check_device(runtime),
         check_extensions(runtime),
@@ -91,6 +100,27 @@ def check_backend(rows: Sequence[BackendReport], kind: BackendKind, quick: bool)
     if ours:
         return CheckResult(name, FAIL, f"{ours[0].name} does not load", wanted, ours[0].next)
     return CheckResult(name, FAIL, "none installed", wanted, "pip install rlctl-plugin-fsdp")
+
+
+def check_evidence(plugins: Sequence[PluginEntry]) -> CheckResult:
+    """What the training backends have proved against one process, here and with these versions."""
+    usable = [s for e in plugins if e.status in (OK, WARN) for s in e.backends]
+    ours = sorted({s.name for s in usable if s.kind is BackendKind.TRAIN})
+    wanted = "no comparison with one process that failed here"
+    if not ours:
+        return CheckResult("evidence", SKIP, "no training backend to ask about", wanted)
+    book = load_evidence(plugins)
+    failed = [p.record for b in ours for p in book.failures(b)]
+    if failed:
+        lines = [
+            f"{r.backend}, {axes_words(r.axes)}, {r.model_family}, {r.device}: {r.what} ({r.date})" for r in failed
+        ]
+        more = f"; and {len(lines) - 1} more" if len(lines) > 1 else ""
+        axes = ",".join(f"{k}={v}" for k, v in failed[0].axes.items())
+        mend = f"rlctl verify --backend {failed[0].backend}" + (f" --topology {axes}" if axes else "")
+        return CheckResult("evidence", WARN, lines[0] + more, wanted, mend)
+    found = "; ".join(f"{b}: {book.proved_words(b)}" for b in ours)
+    return CheckResult("evidence", OK, found, wanted, f"rlctl verify --backend {ours[0]} --all --nproc 2")
 
 
 def check_torch(runtime: Outcome | None, timeout_s: float) -> CheckResult:

@@ -68,7 +68,7 @@ class _Doctor:
         if self.names:
             rows = [r for r in rows if any(r.answers(n) for n in self.names)]
         rows, runtime = self._register(rows, entries)
-        checks = self._checks(rows, runtime)
+        checks = self._checks(rows, runtime, entries)
         shown = [e for e in entries if not self.names or {e.name, e.dist} & set(self.names)]
         installed = {row.name for row in rows}
         return DoctorReport(
@@ -238,8 +238,10 @@ class _Doctor:
     def _wants(self, *checks: str) -> bool:
         return not self.names or bool(set(self.names) & set(checks))
 
-    def _checks(self, rows: Sequence[BackendReport], runtime: Outcome | None) -> list[CheckResult]:
-        results = environment.run_checks(rows, runtime, self.timeout_s, self.quick)
+    def _checks(
+        self, rows: Sequence[BackendReport], runtime: Outcome | None, entries: Sequence[PluginEntry]
+    ) -> list[CheckResult]:
+        results = environment.run_checks(rows, runtime, self.timeout_s, self.quick, entries)
         chosen = [c for c in results if self._wants(c.name)]
         plugins = {row.dist for row in rows} if self.names else None
         return chosen + [

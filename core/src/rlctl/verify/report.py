@@ -137,8 +137,7 @@ def record_case(case: Case, backend: BackendRecord, device: Device) -> tuple[str
     if case.passed:
         what = f"rlctl verify: {', '.join(case.deltas)} equal to one process of plain Hugging Face code, {case.dtype}"
     else:
-        named = ", ".join(case.failures) or str((case.error or {}).get("what", "it did not finish"))
-        what = f"rlctl verify failed: {named}"
+        what = f"rlctl verify failed: {failure_text(case)}"
         extra["failed"] = True
     record = EvidenceRecord(
         backend=case.backend,
@@ -188,6 +187,16 @@ def _sole_record(path: Path) -> EvidenceRecord | None:
         return None
 
 
+def axes_text(case: Case) -> str:
+    """``dp_shard=2,usp=2``, or ``one process``."""
+    return ",".join(f"{k}={v}" for k, v in case.topology.items()) or "one process"
+
+
+def failure_text(case: Case) -> str:
+    """The quantities that failed, and why it ended early if it did."""
+    return ", ".join([*case.failures, *([str(case.error["what"])] if case.error is not None else [])])
+
+
 def summary_line(cases: Sequence[Case]) -> str:
     """``11 of 12 passed; dp_shard=2,usp=2 (tiny:qwen3) failed: gradients, grad_norm``."""
     failed = [c for c in cases if not c.passed]
@@ -195,7 +204,5 @@ def summary_line(cases: Sequence[Case]) -> str:
         return "nothing was run"
     text = f"{len(cases) - len(failed)} of {len(cases)} passed"
     for case in failed[:3]:
-        axes = ",".join(f"{k}={v}" for k, v in case.topology.items()) or "one process"
-        named = ", ".join(case.failures) or str((case.error or {}).get("what", "error"))
-        text += f"; {axes} ({case.model}) failed: {named}"
+        text += f"; {axes_text(case)} ({case.model}) failed: {failure_text(case)}"
     return text + (f"; and {len(failed) - 3} more" if len(failed) > 3 else "")

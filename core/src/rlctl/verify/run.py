@@ -2,51 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rlctl.capabilities import require_topology
-from rlctl.device import Device
-from rlctl.errors import CapabilityError, ConfigError, EngineError, RlctlError
+from rlctl.errors import CapabilityError, EngineError, RlctlError
 from rlctl.plugins import BackendRecord, PluginSet
 from rlctl.records import ModelType
 from rlctl.topology import Topology
 from rlctl.verify import tiny
-from rlctl.verify.cases import RUNS, WITHOUT_RUNS, RunPlan
+from rlctl.verify.cases import RUNS, WITHOUT_RUNS
 from rlctl.verify.expect import Expected, expect
 from rlctl.verify.measure import Measured, Target, measure
+from rlctl.verify.models import without_dropout
 from rlctl.verify.ranks import Ranks
 from rlctl.verify.report import Case, LeftOut, Report, record_case
+from rlctl.verify.request import TINY, Request
 from rlctl.verify.topologies import words
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to verify.
-
-    Args:
-        topologies: in the order in which they run; sorted by world size they share worker groups.
-        models: ``tiny:FAMILY`` or directories.
-        settings: the backend's ``engine`` section, complete.
-        dtype: of the computation.
-        record: keep evidence.
-        timeout_s: limit of a rank without progress.
-    """
-
-    backend: BackendRecord
-    device: Device
-    topologies: tuple[Topology, ...]
-    models: tuple[str, ...]
-    settings: Mapping[str, Any]
-    dtype: str = "float32"
-    master: str = "float32"
-    record: bool = True
-    timeout_s: float = 300.0
-    model_types: tuple[ModelType, ...] = field(default_factory=lambda: (ModelType.LANGUAGE_MODEL,))
 
 
 class Watcher:
@@ -68,6 +44,7 @@ class Watcher:
 @dataclass(frozen=True)
 class _Job:
     topology: Topology
+    model_type: ModelType
     model: str
     sizes: tiny.TinyModel | None
     directory: Path | None
@@ -124,44 +101,43 @@ class Verifier:
         jobs: list[_Job] = []
         left_out: list[LeftOut] = []
         refused: CapabilityError | None = None
-        for model_type in request.model_types:
-            if model_type not in RUNS:
-                left_out.append(LeftOut("every topology", str(model_type), WITHOUT_RUNS[model_type]))
-        for topology in request.topologies:
-            for model in request.models:
-                try:
-                    jobs.append(self._job(topology, model))
-                except CapabilityError as error:
-                    refused = refused or error
-                    reason = error.details[0] if error.details else error.what
-                    left_out.append(LeftOut(words(topology), model, reason))
-        if not jobs and refused is not None:
+        heads = [m for m in request.backend.spec.model_types if m in RUNS]
+        for topology, model_type, model in itertools.product(request.topologies, heads, request.models):
+            try:
+                jobs.append(self._job(topology, model_type, model))
+            except CapabilityError as error:
+                refused = refused or error
+                reason = error.details[0] if error.details else error.what
+                left_out.append(LeftOut(words(topology), model, reason))
+        if refused is not None and (not jobs or not request.every):
             raise refused
         return jobs, left_out
 
-    def _job(self, topology: Topology, model: str) -> _Job:
+    def _job(self, topology: Topology, model_type: ModelType, model: str) -> _Job:
         spec, device = self._request.backend.spec, self._request.device
-        kind = ModelType.LANGUAGE_MODEL
-        if model.startswith("tiny:"):
-            family = model.partition(":")[2]
-            return _Job(topology, model, tiny.fit_tiny(family, spec, topology, device.type, device.vendor, kind), None)
+        if model.startswith(TINY):
+            family = model.removeprefix(TINY)
+            sizes = tiny.fit_tiny(family, spec, topology, device.type, device.vendor, model_type)
+            return _Job(topology, model_type, model, sizes, None)
         directory = Path(model)
         facts = tiny.read_facts(directory)
-        require_topology(self._request.backend, topology, device.type, device.vendor, kind, facts)
-        return _Job(topology, model, None, directory)
+        require_topology(self._request.backend, topology, device.type, device.vendor, model_type, facts)
+        return _Job(topology, model_type, model, None, directory)
 
     # ---- running ----------------------------------------------------------------------------------------------
     def _expect(self, job: _Job, scratch: Path) -> Expected:
-        key = job.sizes.slug if job.sizes is not None else str(job.directory)
+        key = f"{job.model_type} {job.sizes.slug if job.sizes is not None else job.directory}"
         if key not in self._expected:
             self._watcher.begin(f"reference of {job.model}")
-            directory = job.directory
             if job.sizes is not None:
                 directory = tiny.write_tiny(job.sizes, scratch / "models")
-            assert directory is not None
+            else:
+                assert job.directory is not None
+                directory, changed = without_dropout(job.directory, scratch / "models")
+                self._messages += [f"{job.model}: {changed} set to 0, for both sides"] if changed else []
             self._expected[key] = expect(
                 directory,
-                self._plans(),
+                RUNS[job.model_type],
                 device=self._request.device.type,
                 dtype=self._request.dtype,
                 num_ranks=max(t.world_size for t in self._request.topologies),
@@ -170,31 +146,22 @@ class Verifier:
             )
         return self._expected[key]
 
-    def _plans(self) -> Sequence[RunPlan]:
-        return RUNS[ModelType.LANGUAGE_MODEL]
-
     def _case(self, job: _Job, ranks: Ranks, scratch: Path, number: int) -> Case:
         request = self._request
         expected = self._expect(job, scratch)
         axes = job.topology.axes()
         self._watcher.begin(f"{words(job.topology)}, {job.model}")
         began = time.monotonic()
-        target = Target(
-            request.backend.spec.name, str(ModelType.LANGUAGE_MODEL), axes, request.settings, request.master
-        )
+        target = Target(request.backend.spec.name, str(job.model_type), axes, request.settings, request.master)
         measured, error = self._measure(job, target, expected, ranks, scratch / f"case-{number}")
-        for model_type in request.backend.spec.model_types:
-            if model_type in WITHOUT_RUNS:
-                measured.skipped["value losses"] = WITHOUT_RUNS[model_type]
-        if ModelType.VALUE_MODEL not in request.backend.spec.model_types:
-            measured.skipped["value losses"] = f"the backend {request.backend.spec.name} declares no value_model"
+        measured.skipped |= _heads_without_runs(request.backend)
         case = Case(
             backend=request.backend.spec.name,
             topology=axes,
             world_size=job.topology.world_size,
             model=job.model,
             model_family=expected.family,
-            model_type=str(ModelType.LANGUAGE_MODEL),
+            model_type=str(job.model_type),
             device=request.device.type,
             dtype=request.dtype,
             deltas=measured.deltas.found,
@@ -219,7 +186,9 @@ class Verifier:
             starts = ranks.starts
             try:
                 group = ranks.group(job.topology.world_size, fresh=fresh)
-                measure(group, target, self._plans(), expected, scratch / str(fresh), measured, self._watcher.beat)
+                measure(
+                    group, target, RUNS[job.model_type], expected, scratch / str(fresh), measured, self._watcher.beat
+                )
                 return measured, None
             except RlctlError as error:
                 # With deltas at hand it is a finding; without any, in a used group, perhaps only a leftover.
@@ -235,6 +204,14 @@ class Verifier:
             return case
         self._messages += messages
         return replace(case, evidence=path)
+
+
+def _heads_without_runs(backend: BackendRecord) -> dict[str, str]:
+    """What is not compared because of the heads that a backend has or has not."""
+    spec = backend.spec
+    reasons = {f"losses of a {head}": why for head, why in WITHOUT_RUNS.items() if head in spec.model_types}
+    missing = [head for head in WITHOUT_RUNS if head not in spec.model_types]
+    return reasons | {f"losses of a {head}": f"the backend {spec.name} declares no {head}" for head in missing}
 
 
 def _require_reference() -> None:
@@ -256,31 +233,3 @@ def _require_reference() -> None:
             wanted="torch, transformers and safetensors",
             next="pip install 'rlctl-core[verify]'",
         ) from error
-
-
-def complete_settings(config: type[Any], given: Mapping[str, Any], dtype: str, name: str) -> tuple[dict[str, Any], str]:
-    """(the complete ``engine`` section, dtype of the master weights) for a computation in ``dtype``.
-
-    A backend whose section has ``param_dtype`` computes in it over float32 master weights; another one computes in the dtype
-    of its weights.
-
-    Raises:
-        ConfigError: a setting that the backend does not have or does not take.
-    """
-    from pydantic import ValidationError
-
-    values = dict(given)
-    has_own = "param_dtype" in config.model_fields
-    if has_own:
-        values.setdefault("param_dtype", dtype)
-    try:
-        section = config.model_validate(values).model_dump(mode="json")
-    except ValidationError as error:
-        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-        raise ConfigError(
-            f"the backend {name!r} does not take these settings",
-            details=lines,
-            wanted="its own keys: " + ", ".join(config.model_fields),
-            next="--engine key=value, once for each",
-        ) from error
-    return section, "float32" if has_own else dtype

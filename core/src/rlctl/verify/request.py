@@ -1,0 +1,192 @@
+"""What to verify, from what a user typed. Imports no torch: wrong requests are refused at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from rlctl.config.engines import config_model
+from rlctl.config.suggest import nearest
+from rlctl.device import Device
+from rlctl.errors import CapabilityError, ConfigError, UsageError
+from rlctl.plugins import BackendRecord, PluginSet
+from rlctl.records import BackendKind, ModelType
+from rlctl.registry import resolve_backend
+from rlctl.topology import Topology
+from rlctl.verify.models import require_model
+from rlctl.verify.tiny import FAMILIES
+from rlctl.verify.topologies import all_topologies, parse_topology
+
+TINY = "tiny:"
+DEFAULT_MODELS = ("tiny:qwen3",)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to verify.
+
+    Args:
+        topologies: in the order in which they run; sorted by world size they share worker groups.
+        models: ``tiny:FAMILY`` or directories.
+        settings: the backend's ``engine`` section, complete.
+        dtype: of the computation; ``master``: of the weights.
+        record: keep evidence.
+        timeout_s: limit of a rank without progress.
+        every: all topologies were asked for, so that one which a model does not fit is left out; else it is an error.
+    """
+
+    backend: BackendRecord
+    device: Device
+    topologies: tuple[Topology, ...]
+    models: tuple[str, ...]
+    settings: Mapping[str, Any]
+    dtype: str = "float32"
+    master: str = "float32"
+    record: bool = True
+    timeout_s: float = 300.0
+    every: bool = False
+
+
+def make_request(
+    plugins: PluginSet,
+    backend: str,
+    device: Device,
+    *,
+    topology: str | None = None,
+    every: bool = False,
+    nproc: int | None = None,
+    models: Sequence[str] = (),
+    dtype: str = "float32",
+    engine: Sequence[str] = (),
+    record: bool = True,
+    timeout_s: float = 300.0,
+    notice: Callable[[str], None] | None = None,
+) -> Request:
+    """Check everything that can be checked before anything is launched.
+
+    Args:
+        topology: ``axis=size`` pairs; ``every``: all that the backend declares, up to ``nproc`` ranks.
+        models: ``tiny:FAMILY``, ``tiny:all`` or directories; none for the default.
+        engine: ``key=value`` settings of the backend's engine.
+
+    Raises:
+        UsageError: the request contradicts itself or cannot be read.
+        BackendUnavailableError: no such training backend here.
+        ConfigError: a setting that the backend does not take, or a model that is not there.
+        CapabilityError: no topology is left to run.
+    """
+    if every and topology is not None:
+        raise UsageError(
+            "--all and --topology exclude each other",
+            found=f"--all --topology {topology}",
+            wanted="one of them",
+            next=f"rlctl verify --backend {backend} --all",
+        )
+    found = resolve_backend(
+        plugins, backend, BackendKind.TRAIN, ModelType.LANGUAGE_MODEL, device.type, device.vendor, notice
+    )
+    if every:
+        topologies = all_topologies(
+            found.spec, ModelType.LANGUAGE_MODEL, device.type, device.vendor, nproc or _default_ranks(device)
+        )
+    else:
+        topologies = [parse_topology(topology, nproc)]
+    if not topologies:
+        raise CapabilityError(
+            f"backend {found.spec.name!r} declares no axis on {device}",
+            next=f"rlctl capabilities --backend {found.spec.name}",
+        )
+    settings, master = complete_settings(config_model(found.spec), _pairs(engine), dtype, found.spec.name)
+    return Request(
+        backend=found,
+        device=device,
+        topologies=tuple(topologies),
+        models=_models(models),
+        settings=settings,
+        dtype=dtype,
+        master=master,
+        record=record,
+        timeout_s=timeout_s,
+        every=every,
+    )
+
+
+def _default_ranks(device: Device) -> int:
+    """As many as there are devices; four processes on a CPU."""
+    if device.type == "cpu":
+        return 4
+    from rlctl.device import device_count
+
+    return device_count(device)
+
+
+def _models(given: Sequence[str]) -> tuple[str, ...]:
+    chosen: list[str] = []
+    for model in given or DEFAULT_MODELS:
+        if model == f"{TINY}all":
+            chosen += [f"{TINY}{family}" for family in FAMILIES]
+        elif model.startswith(TINY):
+            family = model.removeprefix(TINY)
+            if family not in FAMILIES:
+                near = nearest(family, FAMILIES, 0.6)
+                raise UsageError(
+                    f"there is no tiny model of the family {family!r}",
+                    found=model,
+                    wanted=", ".join(f"{TINY}{f}" for f in (*FAMILIES, "all")),
+                    next=f"--model {TINY}{near}" if near else "--model DIR takes a Hugging Face directory",
+                )
+            chosen.append(model)
+        else:
+            require_model(Path(model))
+            chosen.append(str(Path(model).resolve()))
+    return tuple(dict.fromkeys(chosen))
+
+
+def _pairs(texts: Sequence[str]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise UsageError(
+                "--engine takes key=value", found=text, wanted="for example --engine reshard_after_forward=false"
+            )
+        try:
+            out[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise UsageError(
+                "the value of --engine cannot be read", found=text, wanted="a number, word, true or false"
+            ) from error
+    return out
+
+
+def complete_settings(
+    config: type[BaseModel], given: Mapping[str, Any], dtype: str, name: str
+) -> tuple[dict[str, Any], str]:
+    """(the complete ``engine`` section, dtype of the master weights) for a computation in ``dtype``.
+
+    A backend whose section has ``param_dtype`` computes in it over float32 master weights; another one computes in the dtype
+    of its weights.
+
+    Raises:
+        ConfigError: a setting that the backend does not have or does not take.
+    """
+    values = dict(given)
+    has_own = "param_dtype" in config.model_fields
+    if has_own:
+        values.setdefault("param_dtype", dtype)
+    try:
+        section = config.model_validate(values).model_dump(mode="json")
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise ConfigError(
+            f"the backend {name!r} does not take these settings",
+            details=lines,
+            wanted="its own keys: " + ", ".join(config.model_fields),
+            next="--engine key=value, once for each",
+        ) from error
+    return section, "float32" if has_own else dtype
