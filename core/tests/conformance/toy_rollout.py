@@ -36,6 +36,9 @@ class ToyRollout:
     def generator(self, seed: int | None, row: int) -> torch.Generator:
         return torch.Generator().manual_seed(hash((seed, row)) % 2**31)
 
+    def stream_number(self, params: SamplingParams, index: int) -> int:
+        return params.row_offset + index
+
     def distribution(self, logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         """Log-probs ``[V]`` of the distribution that is sampled from (greedy: of temperature 1)."""
         log_p = torch.log_softmax(logits / (params.temperature or 1.0), -1)
@@ -62,7 +65,7 @@ class ToyRollout:
     def row(self, index: int, request: GenerateRequest) -> Completion:
         params = request.params
         prompt, sample = divmod(index, params.n)
-        generator = self.generator(params.seed, index)
+        generator = self.generator(params.seed, self.stream_number(params, index))
         tokens: list[int] = []
         log_probs: list[float] = []
         reason = FinishReason.LENGTH
@@ -146,6 +149,21 @@ class OneStreamForAll(ToyRollout):
 
     def generator(self, seed: int | None, row: int) -> torch.Generator:
         return self.stream
+
+
+class IgnoresRowOffset(ToyRollout):
+    """Numbers the rows of each request from 0: replicas would all sample from the same streams."""
+
+    def stream_number(self, params: SamplingParams, index: int) -> int:
+        return index
+
+
+class ChokesOnNothing(ToyRollout):
+    """Looks at the longest prompt, of which there is none on a replica without prompts."""
+
+    def order(self, request: GenerateRequest) -> list[int]:
+        assert max(map(len, request.prompts)) > 0
+        return super().order(request)
 
 
 class IgnoresSeed(ToyRollout):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlctl.engine import Engine
-from rlctl.generation import Completion, GenerateRequest, SamplingParams
+from rlctl.generation import Completion, GenerateRequest, SamplingParams, ScoreRequest
 from rlctl.records import BackendKind
 from rlctl.sync import fingerprint_tensor
 from rlctl.topology import Topology
@@ -105,6 +105,9 @@ def check_sharded(rank: int, world: int) -> None:
     for make in (_fully_sharded, _in_root):
         sharded = make(make_model("llama"), mesh)
         engine, _ = attached(sharded, "llama")  # pyright: ignore[reportArgumentType]
+        # A rank without prompts takes part in gathering the weights all the same: the others would wait for it.
+        assert len(generate(engine, [] if rank else PROMPTS[:2])) == (0 if rank else 2)
+        assert len(engine.score(ScoreRequest(PROMPTS if rank else []))) == (len(PROMPTS) if rank else 0)
         for _ in range(2):
             out = generate(engine, mine, n=2 + rank, max_tokens=5 + 3 * rank)
             assert [c.token_ids for c in out] == [c.token_ids for c in wanted]

@@ -153,6 +153,21 @@ class RolloutConformance(BackendConformance):
                 [Completion(0, 0, c.token_ids, c.log_probs, c.finish_reason) for c in together],
             )
 
+    def test_a_part_samples_what_the_whole_would(self, engine: Engine) -> None:
+        """``row_offset`` is the number of a request's first row in a larger one: replicas share its prompts out so."""
+        n = 3
+        whole = self._generate(engine, self.prompts, n=n, seed=4)
+        for first, stop in ((0, 1), (1, 3), (3, 4)):
+            part = self._generate(engine, self.prompts[first:stop], n=n, seed=4, row_offset=first * n)
+            assert [c.prompt_index for c in part] == [p for p in range(stop - first) for _ in range(n)]
+            self._assert_same(part, whole[first * n : stop * n])
+
+    def test_nothing_to_do_is_done(self, engine: Engine) -> None:
+        """A replica that got no prompts is called like the others: it may have to take part in what they do."""
+        assert self._generate(engine, []) == []
+        if engine.provides("rlctl_score"):
+            assert engine.score(ScoreRequest([])) == []
+
     # ---- log-probs -----------------------------------------------------------------------------------------------------
     def _score(self, engine: Engine, completions: Sequence[Completion], **request: Any) -> list[Any]:
         if not engine.provides("rlctl_score"):

@@ -76,7 +76,7 @@ def decode_chunk(
         EngineError: the model's logits are not finite.
     """
     pairs = [(p, chunk.first_sample + c) for p in chunk.prompts for c in range(chunk.copies)]
-    numbers = np.array([p * params.n + s for p, s in pairs], dtype=np.uint64)
+    numbers = np.array([params.row_offset + p * params.n + s for p, s in pairs], dtype=np.uint64)
     total, limit = len(pairs), params.max_tokens
     history = torch.zeros(total, limit, dtype=torch.long)
     log_probs = torch.zeros(total, limit)

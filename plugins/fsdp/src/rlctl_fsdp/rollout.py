@@ -199,8 +199,6 @@ class HFRollout:
         params = request.params
         module = self._served()
         self._check(request, module)
-        if not request.prompts:
-            return []
         ends = (*(() if params.ignore_eos else self._end_ids), *params.stop_token_ids)
         stops = StopRules(self._vocab(module), ends, params.stop, self.tokenizer)
         seed = secrets.randbits(63) if params.seed is None else params.seed
