@@ -40,6 +40,17 @@ def resolve_model_source(model: ModelConfig, notice: Notice | None = None) -> Mo
     return model.model_copy(update=changed) if changed else model
 
 
+def converted_directory(source: str, setting: str, dtype: str) -> Path | None:
+    """The directory that a ``package:`` or ``gguf:`` source was converted into; None where it was not, or is no such source.
+
+    Raises:
+        ConfigError: as :func:`resolve_model_source`.
+    """
+    file = _gguf_file(source, setting)
+    target = None if file is None else _target(file, "float32" if dtype == "float32" else "bfloat16")
+    return target if target is not None and target.is_dir() else None
+
+
 def _gguf_file(source: str, setting: str) -> Path | None:
     """The GGUF file that ``source`` names, or None for a directory or hub id."""
     scheme, separator, rest = source.partition(":")
@@ -94,12 +105,12 @@ def _converted(file: Path, dtype: str, notice: Notice | None) -> Path:
     The key is the file's content, the converter's version and the dtype, so a directory under its final name is always
     whole and right: it is written beside and renamed.
     """
-    from rlctl.gguf_convert import CONVERTER_VERSION, convert
+    from rlctl.gguf_convert import convert
 
-    root = user_cache_dir() / "models"
-    target = root / f"{file.stem}-{sha256(file)[:16]}-v{CONVERTER_VERSION}-{dtype}"
+    target = _target(file, dtype)
     if target.is_dir():
         return target
+    root = target.parent
     if notice is not None:
         notice(f"converting {file.name} once into {target}")
     root.mkdir(parents=True, exist_ok=True)
@@ -116,3 +127,9 @@ def _converted(file: Path, dtype: str, notice: Notice | None) -> Path:
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return target
+
+
+def _target(file: Path, dtype: str) -> Path:
+    from rlctl.gguf_convert import CONVERTER_VERSION
+
+    return user_cache_dir() / "models" / f"{file.stem}-{sha256(file)[:16]}-v{CONVERTER_VERSION}-{dtype}"

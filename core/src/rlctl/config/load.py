@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.config.check import check
-from rlctl.config.document import dotted, leaves
+from rlctl.config.document import Document, dotted, leaves
 from rlctl.config.engines import resolve_engines
 from rlctl.config.names import name_problems
 from rlctl.config.overrides import apply_flags, apply_overrides
@@ -19,6 +19,7 @@ from rlctl.config.paths import resolve_paths
 from rlctl.config.problems import InvalidConfigError, Problem
 from rlctl.config.recipes import find_source
 from rlctl.config.schema import RunConfig
+from rlctl.config.schema_paths import EngineModels
 from rlctl.config.yaml_dump import dump
 from rlctl.config.yaml_source import parse, read
 
@@ -69,6 +70,53 @@ def load_config(
         ConfigError: there is no such file, or it is no YAML.
         BackendUnavailableError: the one problem is a backend that does not answer.
     """
+    found = examine(source, overrides, flags, plugins, notice)
+    if found.problems or found.config is None:
+        raise found.error()
+    for line in found.notices:
+        (notice or (lambda text: None))(line)
+    values = found.config.model_dump(mode="json")
+    origins = {dotted(loc): str(found.document.leaf_origin(loc)) for loc, _ in leaves(values)}
+    return ResolvedConfig(found.config, origins, found.base_dir, found.name)
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A configuration with everything that is wrong with it.
+
+    Args:
+        config: None where the schema refuses it.
+        problems: in the order in which they were found; some name one thing twice.
+        document: the values before validation; ``engine_models`` are the config models of the roles' engine sections.
+        name: what the user called it.
+        notices: what a flag made void.
+    """
+
+    config: RunConfig | None
+    problems: tuple[Problem, ...]
+    document: Document
+    engine_models: EngineModels
+    base_dir: Path
+    name: str
+    notices: tuple[str, ...]
+
+    def error(self) -> Exception:
+        """The error that carries all problems."""
+        return _error(self.name, self.problems)
+
+
+def examine(
+    source: str,
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, Any] | None = None,
+    plugins: PluginSet | None = None,
+    notice: Callable[[str], None] | None = None,
+) -> Examined:
+    """As :func:`load_config`, but what is wrong is handed back, for callers that can say more about it.
+
+    Raises:
+        ConfigError: there is no such file, or it is no YAML.
+    """
     if plugins is None:
         from rlctl.plugins import load_plugins
 
@@ -86,13 +134,7 @@ def load_config(
     # What the reference takes from the actor is at fault there, and was reported there.
     problems += [fault for fault in faults if not fault.origin.startswith("as actor.")]
     problems += engines.problems
-    if problems or config is None:
-        raise _error(place.name, problems)
-    for line in notices:
-        tell(line)
-    values = config.model_dump(mode="json")
-    origins = {dotted(loc): str(document.leaf_origin(loc)) for loc, _ in leaves(values)}
-    return ResolvedConfig(config, origins, base_dir, place.name)
+    return Examined(config, tuple(problems), document, engines.models, base_dir, place.name, tuple(notices))
 
 
 def _error(source: str, problems: Sequence[Problem]) -> Exception:
