@@ -50,6 +50,10 @@ class Pools:
         """Ranks of one pool."""
         return self._config.runtime.sizes()[pool]
 
+    def started(self, pool: str) -> bool:
+        """True once the group of ``pool`` runs."""
+        return pool in self._groups
+
     def group(self, pool: str) -> WorkerGroup:
         """The running group of ``pool``; starts it the first time.
 

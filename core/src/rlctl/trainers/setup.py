@@ -176,14 +176,24 @@ def build_train_engine(
 ) -> RemoteEngine:
     """Build a training engine in its pool, whose processes start with the first one; see :func:`train_spec`."""
     spec = train_spec(context, role, model, name=name, optim=optim, backend=backend, engine_section=engine_section)
-    group = context.pools.group(_pool(context, role))
-    return RemoteEngine.build(group, spec, balance=context.config.trainer.balance_batch)
+    return _build(context, _pool(context, role), spec, balance=context.config.trainer.balance_batch)
 
 
 def build_rollout_engine(context: Context, model: ModelConfig, *, name: str = "rollout") -> RemoteEngine:
     """Build the rollout engine in its pool; see :func:`rollout_spec`."""
     spec = rollout_spec(context, model, name=name)
-    return RemoteEngine.build(context.pools.group(context.config.rollout.pool), spec)
+    return _build(context, context.config.rollout.pool, spec)
+
+
+def _build(context: Context, pool: str, spec: BuildSpec, *, balance: bool = True) -> RemoteEngine:
+    """Start the pool if it has not started yet, then build, with something to see meanwhile."""
+    pools, reporter = context.pools, context.reporter
+    if not pools.started(pool) and pools.launcher != "inline":
+        ranks = pools.size(pool)
+        with reporter.phase(f"start {ranks} {'rank' if ranks == 1 else 'ranks'} of pool {pool}", None):
+            pools.group(pool)
+    with reporter.phase(f"build {spec.role}", None):
+        return RemoteEngine.build(pools.group(pool), spec, balance=balance)
 
 
 def _pool(context: Context, role: TrainRole) -> str:
