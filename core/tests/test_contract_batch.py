@@ -129,6 +129,7 @@ def test_a_part_travels_without_the_rows_of_the_others() -> None:
 def test_parts_have_rows() -> None:
     with pytest.raises(AssertionError):
         make([1, 2]).parts([[0, 1], []])
+    assert make([1, 2]).parts([]) == []
 
 
 @given(lengths_strategy, st.data())

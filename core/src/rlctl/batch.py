@@ -108,6 +108,8 @@ class PackedBatch:
         rows = [row for part in rows_by_part for row in part]
         counts = [len(part) for part in rows_by_part]
         assert all(counts), "a part without rows is padding: see padding_like"
+        if not counts:
+            return []
         lengths = self.cu_seqlens.diff()[torch.tensor(rows, dtype=torch.long)]
         # Each part has cu_seqlens of its own: all of them end to end, one more number than rows a part.
         per_part = torch.tensor(counts)

@@ -66,11 +66,12 @@ class Worker:
         self._emit = emit
         with work(call.method):
             value = getattr(self, call.method)(*call.args, **call.kwargs)
-        if mode is Dispatch.ND_COMPUTE:
-            mesh = self.engines[call.args[0]].mesh
-            assert mesh is not None, "an engine that ran was built"
-            return value if mesh.is_collect else None
-        return value
+        return value if mode is not Dispatch.ND_COMPUTE or self._collects(call.args[0]) else None
+
+    def _collects(self, role: str) -> bool:
+        mesh = self.engines[role].mesh
+        assert mesh is not None, "it was built"
+        return mesh.is_collect
 
     # ---- life -------------------------------------------------------------------------------------------------
     @dispatch(Dispatch.ONE_TO_ALL)
@@ -182,10 +183,11 @@ class Worker:
         A replica without prompts calls its engine too: with sharded weights all ranks gather them together.
         """
         beat(prompts=len(request.prompts))
+        tells = progress and self._collects(role)
 
         def done(completion: Completion) -> None:
             beat()
-            if progress:
+            if tells:
                 self._emit(1)
 
         return self.engines[role].generate(request, done)
