@@ -68,11 +68,12 @@ def build_engine(
     optim: dict[str, Any] | None = None,
     world_size: int = 1,
     forward_only: bool = False,
+    topology: Topology | None = None,
     **settings: Any,
 ) -> Engine:
-    """A built ``fsdp2`` engine on the CPU."""
+    """A built ``fsdp2`` engine on the CPU, sharded over ``world_size`` ranks unless a topology says otherwise."""
     engine = Engine(FSDPEngine(), BackendKind.TRAIN, "fsdp2")
-    topology = Topology(world_size=world_size, dp_shard=world_size)
+    topology = topology or Topology(world_size=world_size, dp_shard=world_size)
     optimizer = None if forward_only else optim or {"lr": 1e-2}
     engine.build(topology, {"device": "cpu", **settings}, model, optimizer, forward_only)
     return engine

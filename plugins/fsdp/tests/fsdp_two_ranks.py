@@ -18,7 +18,9 @@ from rlctl.engine import Engine
 from rlctl.errors import RlctlError
 from rlctl.microbatch import MicroBatchPlan
 from rlctl.normalizer import item_weights
+from rlctl.topology import Topology
 from rlctl_fsdp import build, shard
+from rlctl_fsdp.engine import ALIGNMENT
 
 LENGTHS = (9, 4, 13, 9, 2, 7)
 SPLITS: dict[str, tuple[list[int], list[int]]] = {
@@ -62,7 +64,8 @@ CASES: dict[str, dict[str, Any]] = {
 def _train(engine: Engine, batch: PackedBatch, loss_fn: Any, calls: int) -> dict[str, float]:
     if calls == 1:
         out = engine.train_batch(batch, loss_fn, MicroBatchPlan(max_tokens=24), "seq-mean-token-mean")
-        return {"loss": out.loss, "grad_norm": out.step.grad_norm, **out.sums, **out.maxes}
+        sums = {k: v for k, v in out.sums.items() if k != ALIGNMENT}
+        return {"loss": out.loss, "grad_norm": out.step.grad_norm, **sums, **out.maxes}
     # The same mini-batch as two forward_backward calls before one step, under the same global weights.
     batch = batch.with_items(item_weight=item_weights(batch, "seq-mean-token-mean", reduce=engine.reduce))
     middle = (batch.num_rows + 1) // 2
@@ -73,13 +76,31 @@ def _train(engine: Engine, batch: PackedBatch, loss_fn: Any, calls: int) -> dict
     return {"loss": engine.reduce([loss])[0], "grad_norm": engine.optimizer_step().grad_norm}
 
 
-def run_case(case: dict[str, Any], rank: int, world: int, scratch: Path, device: str = "cpu") -> dict[str, Any]:
-    """Three steps, then scores, an export, and a save that a second engine resumes from."""
+def _my_rows(split: str, dp_rank: int, dp_size: int) -> list[int]:
+    if dp_size == 2:
+        return SPLITS[split][dp_rank]
+    if split == "even":
+        return list(range(len(LENGTHS)))[dp_rank::dp_size]
+    # One row a rank and the rest on the last, or nothing anywhere else.
+    own = [dp_rank] if split == "uneven" and dp_rank < dp_size - 1 else []
+    start = dp_size - 1 if split == "uneven" else 0
+    return own if dp_rank < dp_size - 1 else list(range(start, len(LENGTHS)))
+
+
+def run_case(
+    case: dict[str, Any], rank: int, world: int, scratch: Path, device: str = "cpu", topology: Topology | None = None
+) -> dict[str, Any]:
+    """Three steps, then scores, an export, and a save that a second engine resumes from.
+
+    Args:
+        topology: of the ranks; by default the weights are sharded over all of them.
+    """
+    topology = topology or Topology(world_size=world, dp_shard=world)
     model = dict(case["model"]) if "model" in case else model_section(case["family"])
     if model.get("path"):
         model["path"] = str(scratch / "directory")
     settings = {"device": device, "param_dtype": "float32", **case.get("engine", {})}
-    engine = build_engine(model, case.get("optim"), world, **settings)
+    engine = build_engine(model, case.get("optim"), topology=topology, **settings)
     if case.get("chunked"):
         # No budget at all: every logit is computed again in the backward pass.
         engine._pm.get_plugin("provider")._config = engine._pm.get_plugin("provider")._config.model_copy(
@@ -93,8 +114,8 @@ def run_case(case: dict[str, Any], rank: int, world: int, scratch: Path, device:
         whole = pack({"input_ids": tokens, "loss_mask": masks})
     else:
         whole = batch_of(tokens)
-    mine = SPLITS[case["split"]][rank] if world > 1 else range(len(LENGTHS))
-    batch = whole.select(list(mine))
+    mine = _my_rows(case["split"], topology.dp_rank(rank), topology.dp_size)
+    batch = whole.select(mine)
     loss_fn = {"nll": nll, "ppo": ppo_like}[case.get("loss", "nll")]
     before = {n: t.cpu().clone() for n, t in engine.export_weights()}
     steps = [_train(engine, batch, loss_fn, case.get("calls", 1)) for _ in range(2)]
@@ -103,14 +124,14 @@ def run_case(case: dict[str, Any], rank: int, world: int, scratch: Path, device:
     engine.save_state(saved)
     steps.append(_train(engine, batch, loss_fn, case.get("calls", 1)))
     weights = {n: t.cpu().clone() for n, t in engine.export_weights()}
-    resumed = build_engine(model, case.get("optim"), world, **settings)
+    resumed = build_engine(model, case.get("optim"), topology=topology, **settings)
     resumed.load_state(saved)
     again = _train(resumed, batch, loss_fn, case.get("calls", 1))
     same = all(torch.equal(weights[n], t.cpu()) for n, t in resumed.export_weights())
     return {
         "steps": steps,
         "scores": {k: batch.split_items(v) for k, v in scores.items()},
-        "rows": list(mine),
+        "rows": mine,
         "before": before,
         "weights": weights,
         "resume_equal": same and again == steps[-1],

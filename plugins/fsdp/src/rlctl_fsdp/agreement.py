@@ -49,13 +49,23 @@ def check_micro_batches(micro_batches: Sequence[PackedBatch], seen: Inspection, 
             layout.check(batch, seen.vocab_size, seen.longest_row)
     except BatchError as error:
         problem = error
+    if place.ulysses is not None:
+        digest = float(_digest(micro_batches))
+        low, high = reduce_values([-digest, digest], "max", place.device, place.ulysses.group)
+        if -low != high:
+            problem = problem or BatchError(
+                "the ranks that share rows were given different ones",
+                found="other tokens, masks or weights on another rank of the usp group",
+                wanted="the same micro-batches on all ranks of one dp_rank",
+            )
     if world_size > 1:
+        # Last, over all ranks: whatever one of them found, none goes on.
         count = float(len(micro_batches))
         worst, most, least = reduce_values([float(problem is not None), count, -count], "max", place.device)
         if worst and problem is None:
             raise BatchError("another rank refused its rows", found="see that rank's own message")
         # Rows that are not packed run in as many pieces as the rank with most of them has.
-        if not worst and seen.packed and most != -least:
+        if problem is None and seen.packed and most != -least:
             raise BatchError(
                 "the ranks were given different numbers of micro-batches",
                 found=f"{-least:.0f} to {most:.0f}, {count:.0f} here",
@@ -63,15 +73,6 @@ def check_micro_batches(micro_batches: Sequence[PackedBatch], seen: Inspection, 
             )
     if problem is not None:
         raise problem
-    if place.ulysses is not None:
-        digest = float(_digest(micro_batches))
-        low, high = reduce_values([-digest, digest], "max", place.device, place.ulysses.group)
-        if -low != high:
-            raise BatchError(
-                "the ranks that share rows were given different ones",
-                found="other tokens, masks or weights on another rank of the usp group",
-                wanted="the same micro-batches on all ranks of one dp_rank",
-            )
 
 
 def _digest(micro_batches: Sequence[PackedBatch]) -> int:

@@ -33,6 +33,7 @@ from rlctl_fsdp.module import Root, ScoreJob
 from rlctl_fsdp.optim import Stepper
 from rlctl_fsdp.outputs import Collected, merge, to_micro_output
 from rlctl_fsdp.phases import phase
+from rlctl_fsdp.routing import Routing
 
 ALIGNMENT = "perf/alignment_tokens"
 """Metric: tokens that fill packed sequences up to a multiple of usp. They are computed, and count for nothing."""
@@ -50,6 +51,7 @@ class FSDPEngine:
         self._stepper: Stepper | None = None
         self._compute = torch.float32
         self._seen = Inspection()
+        self._routing: Routing | None = None
         self._train = False
         self._host = offload.Whereabouts()
 
@@ -79,7 +81,9 @@ class FSDPEngine:
             hf.eval()
             if config.activation_checkpointing and not forward_only:
                 _checkpoint_layers(hf)
+            routing = Routing(hf)
             self._seen = self._inspect()
+            self._routing = routing if routing.note is not None else None
             if not forward_only:
                 trained = {n: p for n, p in hf.named_parameters() if p.requires_grad}
                 self._stepper = Stepper(trained, optimizer or {})
@@ -134,6 +138,8 @@ class FSDPEngine:
             "compute_dtype": str(self._compute).removeprefix("torch."),
             "wrap": self._wrap_note(),
         }
+        if self._routing is not None and self._routing.note is not None:
+            notes["experts"] = self._routing.note
         if self._place.ulysses is not None:
             notes["sequence"] = f"each packed sequence is split between {self._place.ulysses.size} ranks (usp)"
         if self._seen.longest_row is not None:
@@ -206,6 +212,7 @@ class FSDPEngine:
             self._seen.head,
             self._compute,
             self._config.logits_budget_mib << 20,
+            self._routing,
         )
         detail = f"{batch.num_rows} rows, {batch.num_items} tokens"
         with phase("scoring" if forward_only else "forward", detail), self._autocast():

@@ -16,7 +16,7 @@ from rlctl_fsdp import attention
 from rlctl_fsdp.config import FSDPConfig
 from rlctl_fsdp.head import HeadSpec, decoder_of, head_of, probe_head
 from rlctl_fsdp.layout import lay_out
-from rlctl_fsdp.locality import mixing_outside_attention
+from rlctl_fsdp.locality import leak_between_rows, mixing_outside_attention
 from rlctl_fsdp.probe import Verdict, probe_packing
 from rlctl_fsdp.ulysses import Ulysses, assemble
 
@@ -59,7 +59,7 @@ class Surroundings:
 
 
 def inspect_model(model: PreTrainedModel, config: FSDPConfig, where: Surroundings) -> Inspection:
-    """Run the probes of :mod:`rlctl_fsdp.head` and :mod:`rlctl_fsdp.probe` on whole weights.
+    """Run the probes of :mod:`rlctl_fsdp.head`, :mod:`rlctl_fsdp.probe` and :mod:`rlctl_fsdp.locality` on whole weights.
 
     Raises:
         EngineError: ``attention: packed`` was asked for and the model does not keep packed rows apart; or rows are to be
@@ -73,8 +73,15 @@ def inspect_model(model: PreTrainedModel, config: FSDPConfig, where: Surrounding
     if config.attention == "per_row":
         return Inspection(vocab_size, spec, head_note, False, "per_row: asked for")
     verdict = _try_packing(model, spec, vocab_size, where, share=False)
-    if where.ulysses is not None:
-        _require_slices(model, verdict, vocab_size, where)
+    if verdict.packed:
+        verdict = _look_closer(model, verdict, vocab_size, where)
+    if where.ulysses is not None and not verdict.packed:
+        raise EngineError(
+            f"the rows of {type(model).__name__} cannot be split between ranks",
+            found=verdict.why,
+            wanted="attention that keeps packed rows apart, and other layers that look at one token at a time",
+            next="set parallel.usp=1: dp_shard and dp_replicate give each rank whole rows",
+        )
     if verdict.packed:
         kernel = attention.kernel_for(device, compute, *_head_sizes(model), None)
         note = f"packed ({kernel}): {verdict.why}"
@@ -93,20 +100,15 @@ def inspect_model(model: PreTrainedModel, config: FSDPConfig, where: Surrounding
     return Inspection(vocab_size, spec, head_note, False, f"per_row: {verdict.why}")
 
 
-def _require_slices(model: PreTrainedModel, verdict: Verdict, vocab_size: int, where: Surroundings) -> None:
-    """Refuse a model whose rows cannot be split between ranks."""
-    why = verdict.why
-    if verdict.packed:
-        mixing = mixing_outside_attention(model, vocab_size, where.device, where.compute)
-        if where.agree(mixing is None):
-            return
-        why = mixing or "another rank saw a layer other than attention look at neighbouring tokens"
-    raise EngineError(
-        f"the rows of {type(model).__name__} cannot be split between ranks",
-        found=why,
-        wanted="attention that keeps packed rows apart, and other layers that look at one token at a time",
-        next="set parallel.usp=1: dp_shard and dp_replicate give each rank whole rows",
-    )
+def _look_closer(model: PreTrainedModel, verdict: Verdict, vocab_size: int, where: Surroundings) -> Verdict:
+    """``verdict``, unless a module looks across rows, or past a token where ranks hold slices."""
+    dtype = where.compute if where.sharded else next(model.parameters()).dtype
+    found = leak_between_rows(model, vocab_size, where.device, dtype)
+    if where.ulysses is not None:
+        found = found or mixing_outside_attention(model, vocab_size, where.device, dtype)
+    if where.agree(found is None):
+        return verdict
+    return Verdict(False, found or "another rank saw a layer look where it must not")
 
 
 def row_limit(model: PreTrainedModel) -> int | None:

@@ -73,7 +73,7 @@ def check(batch: PackedBatch, vocab_size: int, longest_row: int | None = None) -
             "a row is so long that the model would change its position encoding for all rows packed with it",
             found=f"{longest} tokens",
             wanted=f"at most {longest_row} tokens in packed rows",
-            next="shorten the rows, or set actor.engine.attention=per_row",
+            next="shorten the rows, or set engine.attention=per_row and parallel.usp=1",
         )
 
 

@@ -16,11 +16,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlctl.batch import PackedBatch
-from rlctl.logits import LossFn, LossOutput
+from rlctl.logits import LogitsReader, LossFn, LossOutput
 from rlctl_fsdp.head import HeadSpec, decoder_of, head_of
 from rlctl_fsdp.layout import Layout
 from rlctl_fsdp.outputs import detached
 from rlctl_fsdp.reader import ChunkedReader, FullReader, Head
+from rlctl_fsdp.routing import RoutedReader, Routing
 
 
 class Root(nn.Module):
@@ -41,6 +42,7 @@ class ScoreJob:
         batch: on the device, in its own order.
         spec: the head's form; None lets the model make the logits of the scored positions itself.
         dtype: dtype of the head's matrix product.
+        routing: of a mixture of experts, so that a loss can ask for its choices.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class ScoreJob:
         spec: HeadSpec | None,
         dtype: torch.dtype,
         keep_bytes: int,
+        routing: Routing | None = None,
     ) -> None:
         self._batch = batch
         self._layout = layout
@@ -58,10 +61,14 @@ class ScoreJob:
         self._spec = spec
         self._dtype = dtype
         self._keep_bytes = keep_bytes
+        self._routing = routing
         self.output: LossOutput | None = None
 
     def __call__(self, model: PreTrainedModel) -> torch.Tensor:
-        reader = self._reader(model)
+        reader: LogitsReader = self._reader(model)
+        routing = self._routing
+        if routing is not None:
+            reader = RoutedReader(reader, lambda: routing.chosen(self._layout, self._batch.num_items))
         out = self._loss_fn(reader, self._batch)
         loss = out.loss
         if torch.is_grad_enabled() and not loss.requires_grad:

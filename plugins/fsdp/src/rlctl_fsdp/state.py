@@ -31,19 +31,22 @@ _NUMBERS = "engine.json"
 
 
 def save_state(path: Path, root: Root, stepper: Stepper, rank: int, world_size: int, device: torch.device) -> None:
-    """Write everything below ``path``; collective over all ranks."""
+    """Write everything below ``path``; collective over all ranks of the engine.
+
+    One rank saves for itself, also in a process that belongs to a larger group for other reasons.
+    """
     tensors: dict[str, Any] = {f"model.{n}": t for n, t in persistent_tensors(root.model).items()}
     for name, parameter in stepper.parameters.items():
         for moment, value in stepper.optimizer.state.get(parameter, {}).items():
             tensors[f"optim.{name}.{moment}"] = value
     path.mkdir(parents=True, exist_ok=True)
     with _alone_in_silence():
-        save(tensors, checkpoint_id=path, no_dist=not dist.is_initialized())
+        save(tensors, checkpoint_id=path, no_dist=world_size == 1)
     save_file(_random_state(device), path / f"rng_{rank:05d}.safetensors")
     if rank == 0:
         numbers = {"num_steps": stepper.num_steps, "world_size": world_size, "has_moments": _has_moments(stepper)}
         (path / _NUMBERS).write_text(json.dumps(numbers, indent=1))
-    if dist.is_initialized():
+    if world_size > 1:
         dist.barrier()
 
 
@@ -67,7 +70,7 @@ def load_state(path: Path, root: Root, stepper: Stepper, rank: int, world_size: 
         targets |= {f"optim.{name}.{moment}": value for moment, value in state.items()}
     _check_present(path, targets)
     with _alone_in_silence():
-        load(targets, checkpoint_id=path, no_dist=not dist.is_initialized())
+        load(targets, checkpoint_id=path, no_dist=world_size == 1)
     stepper.optimizer.state.clear()
     for name, state in moments.items():
         stepper.optimizer.state[stepper.parameters[name]] = state

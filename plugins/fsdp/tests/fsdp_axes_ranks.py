@@ -1,0 +1,147 @@
+"""Four ranks (or two) of one process group: random cases, named cases, refusals and faults, on every mesh.
+
+Started by test_fsdp_axes.py as one process that imports once and forks the ranks. The results that one process gives are
+computed here too, each by one of the ranks, and written beside what the ranks saw.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from fsdp_axes_faults import FAULTS, refusals, with_fault
+from fsdp_axes_models import CURVED_HEAD, register
+from fsdp_cases import SIZES, draw, run
+from fsdp_two_ranks import run_case
+
+from rlctl.topology import Topology
+
+RANDOM_CASES = {4: 66, 2: 24, 1: 8}
+"""World size -> how many; those of four ranks all run in one process group."""
+
+NAMED: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "replicas": ((2, 2, 1), {"family": "llama-tied", "split": "uneven", "calls": 2}),
+    "replicas-alone": ((4, 1, 1), {"family": "qwen3", "split": "uneven"}),
+    "replicas-no-rows": ((2, 2, 1), {"family": "llama", "split": "none"}),
+    "usp-kv-replicated": ((1, 1, 4), {"family": "llama-tied", "split": "even", "loss": "ppo"}),
+    "usp-shards": ((1, 2, 2), {"family": "qwen3", "split": "uneven", "loss": "ppo"}),
+    "usp-no-rows": ((1, 2, 2), {"family": "llama", "split": "none"}),
+    "usp-replicas": ((2, 1, 2), {"family": "gemma3", "split": "uneven"}),
+    "usp-window": ((1, 2, 2), {"family": "qwen2-window", "split": "uneven", "calls": 2}),
+    "usp-shared-prompts": ((2, 1, 2), {"family": "qwen3-moe", "split": "uneven", "prompts": True, "loss": "ppo"}),
+    "usp-checkpointing": ((1, 2, 2), {"family": "llama", "split": "even", "engine": {"activation_checkpointing": True}}),
+    "usp-recomputed-logits": ((1, 1, 4), {"family": "gpt-neox", "split": "even", "chunked": True, "loss": "ppo"}),
+    "usp-own-logits": ((1, 2, 2), {"model": {"config": CURVED_HEAD}, "split": "uneven", "loss": "ppo"}),
+    "usp-cap": ((1, 1, 4), {"family": "gemma2", "split": "even"}),
+    "usp-from-directory": ((2, 1, 2), {"model": {"path": "DIRECTORY"}, "split": "uneven"}),
+    "usp-offload": (
+        (1, 2, 2),
+        {"family": "llama-tied", "split": "uneven", "engine": {"param_offload": True, "optimizer_offload": True}},
+    ),
+    "usp-bfloat16": ((1, 2, 2), {"family": "llama", "split": "uneven", "engine": {"param_dtype": "bfloat16"}}),
+    "replicas-bfloat16": ((2, 2, 1), {"family": "llama", "split": "uneven", "engine": {"param_dtype": "bfloat16"}}),
+}  # fmt: skip
+NAMED_OF_TWO: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "usp-two": ((1, 1, 2), {"family": "llama-tied", "split": "even", "loss": "ppo", "prompts": True}),
+    "replicas-two": ((2, 1, 1), {"family": "llama-tied", "split": "uneven"}),
+}
+
+
+def sizes_of(seed: int, world: int) -> tuple[int, int, int]:
+    """The axes of a random case: every mesh in turn."""
+    return SIZES[world][seed % len(SIZES[world])]
+
+
+def join(store: Path, rank: int, world: int, device: str) -> None:
+    """One more process group, of ranks that meet in a file."""
+    backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}[device]
+    timeout = datetime.timedelta(seconds=90)
+    dist.init_process_group(
+        backend, store=dist.FileStore(str(store), world), rank=rank, world_size=world, timeout=timeout
+    )
+
+
+def random_cases(results: dict[str, Any], rank: int, world: int, device: str, index: int = 0, groups: int = 1) -> None:
+    """The cases of ``world`` ranks that this of several groups takes; each rank computes its share of the references."""
+    for number, seed in enumerate(range(index, RANDOM_CASES[world], groups)):
+        case = draw(100 * world + seed, sizes_of(seed, world))
+        got = run(case, rank, device)
+        name = f"random-{world}-{seed}"
+        # Every rank's numbers and the checksum of its weights, the weights themselves once.
+        results[name] = got if rank == 0 else {k: v for k, v in got.items() if k != "weights"}
+        if number % world == rank:
+            results[f"{name}-alone"] = run(case, None, device)
+
+
+def named_cases(
+    results: dict[str, Any], cases: dict[str, Any], rank: int, world: int, scratch: Path, device: str
+) -> None:
+    """Three steps, scores, export, save and resume of each case; and the same on one process."""
+    for number, (name, ((replicate, shard, usp), case)) in enumerate(cases.items()):
+        own = scratch / name
+        if rank == 0:
+            own.mkdir(exist_ok=True)
+            (own / "directory").symlink_to(scratch / "directory")
+        dist.barrier()
+        topology = Topology(world_size=world, dp_replicate=replicate, dp_shard=shard, usp=usp)
+        results[name] = run_case(case, rank, world, own, device, topology)
+        if number % world == rank:
+            results[f"{name}-alone"] = run_case(case, 0, 1, own, device)
+
+
+def rank_main(rank: int, world: int, scratch: Path, device: str) -> None:
+    torch.set_num_threads(1)
+    register()
+    os.environ["LOCAL_RANK"] = str(rank)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        torch.backends.cuda.matmul.allow_tf32 = False
+    began = time.monotonic()
+    results: dict[str, Any] = {}
+
+    def lap(what: str) -> None:
+        if rank == 0:
+            print(f"{what}: {time.monotonic() - began:.1f} s", flush=True)
+
+    join(scratch / "store", rank, world, device)
+    random_cases(results, rank, world, device)
+    lap("random cases")
+    named_cases(results, NAMED if world == 4 else NAMED_OF_TWO, rank, world, scratch, device)
+    lap("named cases")
+    if world == 4:
+        for fault in FAULTS:
+            results[f"fault-{fault}"] = with_fault(fault, rank, device)
+        lap("faults")
+        results["refusals"] = refusals(rank, device)
+        lap("refusals")
+    dist.barrier()
+    dist.destroy_process_group()
+    if world == 4 and device == "cpu":
+        # Two groups of two ranks side by side, then every rank by itself.
+        pair, place = divmod(rank, 2)
+        join(scratch / f"store-{pair}", place, 2, device)
+        random_cases(results, place, 2, device, pair, 2)
+        if pair == 0:
+            named_cases(results, NAMED_OF_TWO, place, 2, scratch, device)
+        dist.barrier()
+        dist.destroy_process_group()
+        lap("two ranks")
+        for seed in range(rank, RANDOM_CASES[1], world):
+            case = draw(100 + seed, (1, 1, 1))
+            results[f"random-1-{seed}"] = run(case, 0, device)
+            results[f"random-1-{seed}-alone"] = run(case, None, device)
+            dist.destroy_process_group()
+        lap("one rank")
+    torch.save(results, scratch / f"rank{rank}.pt")
+
+
+if __name__ == "__main__":
+    folder, kind, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    mp.start_processes(rank_main, args=(count, folder, kind), nprocs=count, start_method="fork")
