@@ -259,17 +259,22 @@ class Engine:
         """Score known sequences without gradients.
 
         Args:
-            want: among ``log_probs`` and ``entropy``.
+            want: among ``log_probs``, ``entropy`` and, where the engine's notes have it, ``experts``: what a mixture of
+                experts chose at the position that predicts each scored token.
 
         Returns:
-            ``{name: [N] float32 on the CPU}`` in the order of ``batch``; zero where ``loss_mask`` is False.
+            ``{name: [N] float32 on the CPU}`` in the order of ``batch``, zero where ``loss_mask`` is False; ``experts`` is
+            ``[N, layers, experts of a token]``.
+
+        Raises:
+            EngineError: ``experts`` of an engine that does not report them.
         """
         assert want, "infer_batch needs something to compute"
         micro_batches, groups = self.micro_batches(batch, plan)
         self._hooks.rlctl_set_mode(train=False)
         outputs = self.forward_backward(micro_batches, _ScoreLoss(tuple(want)), forward_only=True)
         starts = batch.cu_seqlens.tolist()
-        result = {name: torch.zeros(batch.num_items) for name in want}
+        result = {name: torch.zeros(batch.num_items, *outputs[0].items[name].shape[1:]) for name in want}
         for rows, out in zip(groups, outputs, strict=True):
             if not rows:
                 continue
@@ -372,10 +377,22 @@ class _ScoreLoss:
 
     def __call__(self, reader: LogitsReader, batch: PackedBatch) -> LossOutput:
         items: dict[str, torch.Tensor] = {}
-        if set(self.want) == {"log_probs", "entropy"}:
+        if {"log_probs", "entropy"} <= set(self.want):
             items["log_probs"], items["entropy"] = reader.log_prob_and_entropy()
-        else:
-            for name in self.want:
-                assert name in ("log_probs", "entropy"), name
-                items[name] = reader.log_prob() if name == "log_probs" else reader.entropy()
+        for name in self.want:
+            if name not in items:
+                items[name] = self._one(reader, name)
         return LossOutput(loss=next(iter(items.values())).sum(), items={k: v.detach() for k, v in items.items()})
+
+    def _one(self, reader: LogitsReader, name: str) -> torch.Tensor:
+        if name == "experts":
+            experts = getattr(reader, "experts", None)
+            if experts is None:
+                raise EngineError(
+                    "this engine does not report what its experts were",
+                    found="a reader without experts()",
+                    wanted="a mixture of experts on an engine whose notes have 'experts'",
+                )
+            return experts()
+        assert name in ("log_probs", "entropy"), name
+        return reader.log_prob() if name == "log_probs" else reader.entropy()

@@ -22,7 +22,6 @@ from rlctl.records import Axis, EvidenceLevel, EvidenceRecord
 from rlctl.requirements import installed_version
 from rlctl.userdirs import user_data_dir
 
-
 THIS_MACHINE = "this machine"
 
 

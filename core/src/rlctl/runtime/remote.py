@@ -120,7 +120,7 @@ class RemoteEngine:
     def infer_batch(
         self, batch: PackedBatch, plan: MicroBatchPlan, want: Sequence[str] = ("log_probs",)
     ) -> dict[str, torch.Tensor]:
-        """Score known sequences: ``{name: [N] float32}`` in the order of ``batch``.
+        """Score known sequences: ``{name: [N, ...] float32}`` in the order of ``batch``.
 
         Raises:
             BatchError: as :meth:`train_batch`.
@@ -147,11 +147,11 @@ class RemoteEngine:
 
     def _check_scores(self, dp_rank: int, num_items: int, want: Sequence[str], out: Mapping[str, torch.Tensor]) -> None:
         for name in want:
-            if name not in out or out[name].shape != (num_items,):
+            if name not in out or out[name].shape[:1] != (num_items,):
                 raise EngineError(
                     f"dp rank {dp_rank} of {self.role} scored another number of tokens than it was given",
                     found=f"{name} of shape {tuple(out[name].shape)}" if name in out else ", ".join(out) or "nothing",
-                    wanted=f"{name} of shape ({num_items},)",
+                    wanted=f"{name} of {num_items} tokens",
                 )
 
     def seqlen_metrics(self, batch: PackedBatch) -> dict[str, float]:

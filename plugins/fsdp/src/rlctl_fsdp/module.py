@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -68,7 +68,8 @@ class ScoreJob:
         reader: LogitsReader = self._reader(model)
         routing = self._routing
         if routing is not None:
-            reader = RoutedReader(reader, lambda: routing.chosen(self._layout, self._batch.num_items))
+            experts = RoutedReader(reader, lambda: routing.chosen(self._layout, self._batch.num_items))
+            reader = cast(LogitsReader, experts)
         out = self._loss_fn(reader, self._batch)
         loss = out.loss
         if torch.is_grad_enabled() and not loss.requires_grad:
