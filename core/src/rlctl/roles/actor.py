@@ -103,6 +103,7 @@ class ActorRole:
             "actor/lr": out.step.lr,
             "actor/skipped_steps": float(out.step.skipped),
             "actor/num_micro_batches": float(out.num_micro_batches),
+            "actor/num_padding_micro_batches": float(out.num_padding),
         }
         self.budget.note(out.step, mini)
         return metrics

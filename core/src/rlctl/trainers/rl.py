@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rlctl.algorithms.advantages import ADVANTAGES
-from rlctl.batch import PackedBatch, pack
+from rlctl.batch import GROUP, PackedBatch, pack
 from rlctl.data.prompts import PromptEncoder
 from rlctl.data.rewards import RewardScorer
 from rlctl.data.rows import Row
@@ -122,7 +122,7 @@ class RLTrainer:
     def pack(self, rollout: ScoredRollout) -> tuple[PackedBatch, torch.Tensor]:
         """Rows of prompt and completion tokens as one batch, and the group of each row.
 
-        Item fields: ``input_ids``, ``loss_mask`` (completion tokens) and ``rollout_log_probs``.
+        Item fields: ``input_ids``, ``loss_mask`` (completion tokens) and ``rollout_log_probs``; row field: the group.
         """
         ids, mask, log_probs = [], [], []
         for c in rollout.completions:
@@ -130,12 +130,14 @@ class RLTrainer:
             ids.append([*prompt, *c.token_ids])
             mask.append([False] * len(prompt) + [True] * len(c.token_ids))
             log_probs.append([0.0] * len(prompt) + c.log_probs)
+        groups = torch.tensor([c.prompt_index for c in rollout.completions])
         batch = pack(
             {"input_ids": ids, "loss_mask": mask, "rollout_log_probs": log_probs},
+            rows={GROUP: groups},
             meta={"temperature": self.context.config.rollout.temperature},
             dtypes={"input_ids": torch.long, "loss_mask": torch.bool, "rollout_log_probs": torch.float32},
         )
-        return batch, torch.tensor([c.prompt_index for c in rollout.completions])
+        return batch, groups
 
     # ---- the update -------------------------------------------------------------------------------------------
     def update(self, batch: PackedBatch, advantages: torch.Tensor, step: int, timer: StepTimer) -> dict[str, float]:
