@@ -17,6 +17,7 @@ Failure = Raised | Death
 
 _RESUME = "rlctl train --resume last goes on from the last checkpoint"
 _OUTPUT_LINES = 40
+_LINE = 200
 _COLLECTIVE_TEXT = re.compile(
     r"\b(gloo|nccl|hccl)\b|connection (was )?(closed|reset|refused)|broken pipe|process group|\bpeer\b|socket",
     re.IGNORECASE,
@@ -221,7 +222,8 @@ def _line(failure: Failure) -> str:
 
 
 def _first_line(text: str) -> str:
-    return next(iter(text.strip().splitlines()), "")
+    line = next(iter(text.strip().splitlines()), "")
+    return line if len(line) <= _LINE else f"{line[: _LINE - 4]} ..."
 
 
 def _output(text: str) -> list[str]:

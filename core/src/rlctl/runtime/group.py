@@ -201,8 +201,9 @@ class WorkerGroup:
             elif len(values) == count:
                 return [values[rank] for rank in range(count)]
             elif silent := watch.silent(self._transport.statuses):
+                ranks = self._ranks()  # first: to be asked for its stack may wake a rank up
                 stacks = self._transport.stacks(range(self.world_size))
-                raise failures.hang_error(self._ranks(), silent, hang_s, stacks, doing)
+                raise failures.hang_error(ranks, silent, hang_s, stacks, doing)
 
     def _until(self, until: float | None, failed: Sequence[Raised | Death]) -> float:
         """How long to listen to the other ranks: for as long as all that was heard may be somebody else's doing."""

@@ -7,10 +7,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rlctl.runtime.processes import MARKER as MARKER
 from rlctl.runtime.records import Boot
-
-MARKER = "RLCTL_WORKER_OF"
-"""Environment variable of every rank, and so of every process that a rank starts; its value is unique to the group."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ def command(boot: Boot, descriptors: Descriptors, parent: int, scratch: str) -> 
     """The command line of a rank; ``ps`` shows pool and rank.
 
     Args:
-        parent: process that the rank must not outlive even while it hangs; 0 where the system cannot tell.
+        parent: process that the rank must not outlive.
         scratch: directory that goes when the group ends without its controller.
     """
     # -P: the working directory holds the user's files, which must not stand in for the standard library's.

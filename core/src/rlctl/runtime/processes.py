@@ -9,11 +9,15 @@ import sys
 import time
 from pathlib import Path
 
-from rlctl.runtime.launch import MARKER
+MARKER = "RLCTL_WORKER_OF"
+"""Environment variable of every rank, and so of every process that a rank starts; its value is unique to the group."""
+
+GUARD = "rlctl-guard"
+"""The name of processes that end by themselves when their rank has (see :mod:`rlctl.runtime.guard`)."""
 
 
 def marked(marker: str) -> list[int]:
-    """Processes of this user whose environment has :data:`MARKER` set to ``marker``, the present one left out.
+    """Processes of this user whose environment has :data:`MARKER` set to ``marker``; not the present one, nor guards.
 
     They are the ranks of one group and whatever those have started, also what has left their sessions. Where there is no
     ``/proc``, none.
@@ -25,7 +29,9 @@ def marked(marker: str) -> list[int]:
     for entry in os.scandir("/proc"):
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):  # it has ended, or is another user's
-                if wanted in Path(entry.path, "environ").read_bytes().split(b"\0"):
+                if wanted not in Path(entry.path, "environ").read_bytes().split(b"\0"):
+                    continue
+                if Path(entry.path, "comm").read_text().strip() != GUARD:
                     found.append(int(entry.name))
     return found
 

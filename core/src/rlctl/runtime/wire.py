@@ -72,17 +72,6 @@ class _Writer:
         self.tensors: list[torch.Tensor] = []
         self._seen: dict[int, tuple[int, Any]] = {}  # id -> (index, the object, so that its id stays its own)
         self._ints, self._floats = array("q"), array("d")
-        self._write: dict[type, Callable[[Any, str], Any]] = {
-            type(None): _same,
-            bool: _same,
-            int: _same,
-            str: _same,
-            float: lambda v, at: v if math.isfinite(v) else {"f": repr(v)},
-            list: self._list,
-            tuple: lambda v, at: {"t": self._items(v, at)},
-            dict: self._dict,
-            bytes: lambda v, at: {"b": base64.b64encode(v).decode()},
-        }
 
     def finish(self) -> list[torch.Tensor]:
         """The tensors, the columns of numbers last: ints, floats."""
@@ -95,8 +84,20 @@ class _Writer:
         return self.tensors
 
     def write(self, value: Any, at: str) -> Any:
-        write = self._write.get(type(value))
-        return self._other(value, at) if write is None else write(value, at)
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        write = _WRITERS.get(kind, _Writer._other)
+        return write(self, value, at)
+
+    def _float(self, value: float, at: str) -> Any:
+        return value if math.isfinite(value) else {"f": repr(value)}
+
+    def _tuple(self, value: Sequence[Any], at: str) -> Any:
+        return {"t": self._items(value, at)}
+
+    def _bytes(self, value: bytes, at: str) -> Any:
+        return {"b": base64.b64encode(value).decode()}
 
     def _items(self, values: Sequence[Any], at: str) -> list[Any]:
         return [self.write(v, f"{at}[{i}]") for i, v in enumerate(values)]
@@ -180,40 +181,42 @@ class _Writer:
         return f"{kind.__module__}:{kind.__qualname__}"
 
 
+# Outside of the classes, and of functions that do not know their object: a cycle would keep tensors until a collection.
+_WRITERS: dict[type, Callable[[_Writer, Any, str], Any]] = {
+    float: _Writer._float,
+    list: _Writer._list,
+    tuple: _Writer._tuple,
+    dict: _Writer._dict,
+    bytes: _Writer._bytes,
+}
+
+
 class _Reader:
     def __init__(self, tensors: Sequence[torch.Tensor], count: int, allowed: tuple[str, ...]) -> None:
-        self._tensors = tensors
-        self._columns = tensors[count:]
+        self.tensors = tensors
+        self.columns = tensors[count:]
         self._allowed = allowed
-        self._tags: dict[str, Callable[[Any], Any]] = {
-            "t": lambda v: tuple(map(self.read, v)),
-            "d": lambda v: {k: self.read(x) for k, x in v.items()},
-            "m": lambda v: {self.read(k): self.read(x) for k, x in v},
-            "i": lambda v: self._columns[0][v[0] : v[1]].tolist(),
-            "r": lambda v: self._columns[1][v[0] : v[1]].tolist(),
-            "f": float,
-            "b": base64.b64decode,
-            "p": Path,
-            "x": lambda v: self._tensors[v],
-            "y": _dtype,
-            "e": lambda v: self._record(v[0], Enum)[v[1]],
-            "c": self._dataclass,
-            "M": self._model,
-        }
 
     def read(self, value: Any) -> Any:
         if type(value) is dict:
             ((tag, content),) = value.items()
-            return self._tags[tag](content)
+            return _READERS[tag](self, content)
         if type(value) is list:
             return [self.read(v) if type(v) in (dict, list) else v for v in value]
         return value
 
-    def _dataclass(self, value: Any) -> Any:
+    def column(self, column: int, bounds: Sequence[int]) -> list[Any]:
+        return self.columns[column][bounds[0] : bounds[1]].tolist()
+
+    def enum(self, value: Any) -> Any:
+        kind, name = value
+        return self._record(kind, Enum)[name]
+
+    def dataclass(self, value: Any) -> Any:
         name, given = value
         return self._record(name, None)(**{k: self.read(v) for k, v in given.items()})
 
-    def _model(self, value: Any) -> Any:
+    def model(self, value: Any) -> Any:
         name, given, fields_set = value
         # It was validated where it was made; a second time would not see what the user wrote, but what became of it.
         kind = self._record(name, BaseModel)
@@ -225,6 +228,23 @@ class _Reader:
         if not fits:
             raise WireError("a message names something that is no record", found=name)
         return kind
+
+
+_READERS: dict[str, Callable[[_Reader, Any], Any]] = {
+    "t": lambda r, v: tuple(map(r.read, v)),
+    "d": lambda r, v: {k: r.read(x) for k, x in v.items()},
+    "m": lambda r, v: {r.read(k): r.read(x) for k, x in v},
+    "i": lambda r, v: r.column(0, v),
+    "r": lambda r, v: r.column(1, v),
+    "f": lambda r, v: float(v),
+    "b": lambda r, v: base64.b64decode(v),
+    "p": lambda r, v: Path(v),
+    "x": lambda r, v: r.tensors[v],
+    "y": lambda r, v: _dtype(v),
+    "e": _Reader.enum,
+    "c": _Reader.dataclass,
+    "M": _Reader.model,
+}
 
 
 def resolve(name: str, allowed: Sequence[str]) -> Any:
@@ -256,10 +276,6 @@ def resolve(name: str, allowed: Sequence[str]) -> Any:
 def is_allowed(module: str, allowed: Sequence[str]) -> bool:
     """True when ``module`` is one of the ``allowed`` packages or lies in one."""
     return any(module == package or module.startswith(f"{package}.") for package in allowed)
-
-
-def _same(value: Any, at: str) -> Any:
-    return value
 
 
 def _dtype(name: str) -> Any:

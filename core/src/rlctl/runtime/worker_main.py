@@ -1,14 +1,13 @@
 """The process of one rank: started by :mod:`rlctl.runtime.transports.process`, it takes calls and answers them.
 
 It never outlives its controller: a thread reads the socket, and when the controller's end closes, however that came
-about, the process ends at once with all that it started. (``SIGKILL`` on the parent's death covers a main thread that
-holds the interpreter's lock.) Nothing heavy is imported before that thread runs.
+about, the process ends at once with all that it started. Where that thread cannot run, or is gone, a guard does it
+(:mod:`rlctl.runtime.guard`). Nothing heavy is imported before both are there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import os
 import queue
@@ -23,12 +22,12 @@ from typing import Any
 from rlctl.runtime import phases, wire
 from rlctl.runtime.channel import Frame, FrameReader, FrameWriter, pack
 from rlctl.runtime.failures import error_record
-from rlctl.runtime.launch import MARKER, Launch, Stop
-from rlctl.runtime.processes import kill_marked
+from rlctl.runtime.guard import start_guard
+from rlctl.runtime.launch import Launch, Stop
+from rlctl.runtime.processes import MARKER, kill_marked
 from rlctl.runtime.records import Call, Event, Raised, Result
 from rlctl.runtime.status_board import open_board
 
-_PR_SET_PDEATHSIG = 1
 START_UP = 0
 """The call id of what goes wrong before the first call."""
 
@@ -53,8 +52,9 @@ class Line:
 
     def _end(self) -> None:
         """The controller is gone: nobody waits for anything any more."""
-        kill_marked(os.environ.get(MARKER, ""))
+        # In this order: another rank that does the same ends this one.
         shutil.rmtree(self._scratch, ignore_errors=True)
+        kill_marked(os.environ.get(MARKER, ""))
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     def receive(self) -> Any:
@@ -71,10 +71,10 @@ class Line:
 def main(pool: str, rank: int, descriptors: tuple[int, ...], parent: int, scratch: str) -> int:
     """Serve until told to stop. Returns the exit code."""
     sock, board, stacks = descriptors
+    start_guard(parent, os.environ.get(MARKER, ""), scratch)
     faulthandler.enable()
     # Kept open for as long as the process lives: it is written to from the signal's handler.
     faulthandler.register(signal.SIGUSR1, file=os.fdopen(stacks, "w"), all_threads=True)
-    _die_with(parent)
     line = Line(socket.socket(fileno=sock), scratch)
     launch = line.receive()
     assert isinstance(launch, Launch), launch
@@ -113,13 +113,6 @@ def _serve(worker: Any, call: Call, rank: int, line: Line) -> None:
     except BaseException as error:  # a rank's failure is the controller's to tell, an exit or interrupt included
         traceback.print_exc()
         line.send(Raised(rank, call.id, error_record(error, traceback.format_exc(), phases.current())))
-
-
-def _die_with(parent: int) -> None:
-    if parent and sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before that took effect
-            os._exit(1)
 
 
 if __name__ == "__main__":

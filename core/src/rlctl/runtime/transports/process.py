@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 
 from rlctl import device as devices
 from rlctl.errors import CapabilityError
+from rlctl.interrupts import shielded
 from rlctl.runtime import launch, wire
 from rlctl.runtime.channel import FrameReader, FrameWriter, Parcel, anonymous_file, pack
 from rlctl.runtime.launch import Descriptors, Launch, Stop
@@ -176,17 +176,19 @@ class ProcessTransport:
             self.kill()
 
     def kill(self) -> None:
-        for rank in self._ranks:
-            if not rank.gone:
-                kill_group(rank.process.pid)
-        for rank in self._ranks:
-            if not rank.gone:
-                self._bury(rank)
-        if self._ranks:
-            kill_marked(self._marker)
-        self._selector.close()
-        if self._scratch is not None:
-            self._scratch.cleanup()
+        # An impatient second Ctrl-C must not leave half of them.
+        with shielded():
+            for rank in self._ranks:
+                if not rank.gone:
+                    kill_group(rank.process.pid)
+            for rank in self._ranks:
+                if not rank.gone:
+                    self._bury(rank)
+            self._selector.close()
+            if self._scratch is not None:
+                kill_marked(self._marker)
+                self._scratch.cleanup()
+                self._scratch = None
 
 
 class RankProcess:
@@ -202,14 +204,15 @@ class RankProcess:
         self._board = StatusBoard(board)
         self._stacks = anonymous_file(0, "rlctl_stacks")
         self._last: Status | None = None
-        # Only a main thread lives as long as its process, and the death that the system watches is a thread's.
-        parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
         numbers = Descriptors(theirs.fileno(), board, self._stacks)
         try:
             with log.open("ab") as output:
+                began = time.strftime("%Y-%m-%d %H:%M:%S")
+                output.write(f"--- {began} rank {boot.rank} of {boot.world_size}, pool {boot.pool}\n".encode())
+                output.flush()
                 self._log_start = output.tell()
                 self.process = subprocess.Popen(
-                    launch.command(boot, numbers, parent, scratch),
+                    launch.command(boot, numbers, os.getpid(), scratch),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -228,8 +231,10 @@ class RankProcess:
         """True when the process has ended; it is still there to be asked for its code."""
         if not hasattr(os, "waitid"):
             return self.process.poll() is not None
-        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return self.process.returncode is not None or os.waitid(os.P_PID, self.process.pid, options) is not None
+        try:
+            return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # somebody else in this process has waited for it
+            return True
 
     @property
     def status(self) -> Status | None:
