@@ -83,8 +83,8 @@ def verify(
     from rlctl_cli.verify_view import View
 
     view = View(tables=not as_json, quiet=quiet)
-    with stop_signals(), view:
-        report = Verifier(request, plugins, view, notice).run()
+    with stop_signals(), view, Verifier(plugins, view, notice) as verifier:
+        report = verifier.run(request)
     if as_json:
         from rlctl_cli.output import emit_json
 

@@ -151,7 +151,7 @@ class RemoteEngine:
                 raise EngineError(
                     f"dp rank {dp_rank} of {self.role} scored another number of tokens than it was given",
                     found=f"{name} of shape {tuple(out[name].shape)}" if name in out else ", ".join(out) or "nothing",
-                    wanted=f"{name} of {num_items} tokens",
+                    wanted=f"{name} of shape {(num_items, *(out[name].shape[1:] if name in out else ()))}",
                 )
 
     def seqlen_metrics(self, batch: PackedBatch) -> dict[str, float]:

@@ -27,6 +27,8 @@ NUM_STEPS = 3
 TOKEN_BUDGET = 26
 """Tokens of a micro-batch a rank. No row is longer, and a rank's rows are about twice as many."""
 ROW_BUDGET = 2
+MIN_RANKS = 4
+"""Rows enough for so many ranks are made in any case, so that small topologies share a reference."""
 _SHORTEST, _LONGEST = 3, 24
 _NORM_LENGTH = 16
 
@@ -114,7 +116,8 @@ def with_policies(samples: Sequence[Sample], scores: Sequence[Scores], seed: int
 
 def batches_of(num_ranks: int, vocab_size: int) -> list[list[Sample]]:
     """The rows of each step: many for every rank, fewer, and at last fewer rows than some meshes have ranks."""
-    sizes = (3 * max(num_ranks, 4) + 1, 2 * max(num_ranks, 4) + 1, 3)
+    ranks = max(num_ranks, MIN_RANKS)
+    sizes = (3 * ranks + 1, 2 * ranks + 1, 3)
     assert len(sizes) == NUM_STEPS
     return [samples_of(100 + i, size, vocab_size) for i, size in enumerate(sizes)]
 

@@ -33,7 +33,7 @@ class Ranks:
         notice: Callable[[str], None] | None = None,
     ) -> None:
         self._plugins = plugins
-        self._device = device
+        self.device = device
         self._timeout_s = timeout_s
         self._log_dir = log_dir
         self._notice = notice or (lambda text: None)
@@ -88,8 +88,8 @@ class Ranks:
                 world_size=world_size,
                 local_rank=rank,
                 local_world_size=world_size,
-                device=self._device.type,
-                vendor=self._device.vendor,
+                device=self.device.type,
+                vendor=self.device.vendor,
                 num_threads=max(1, cores // world_size) if world_size > 1 else None,
                 collective_timeout_s=self._timeout_s,
             )

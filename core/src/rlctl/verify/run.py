@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
 
 from rlctl.capabilities import require_topology
 from rlctl.errors import CapabilityError, EngineError, RlctlError
@@ -15,7 +17,7 @@ from rlctl.plugins import BackendRecord, PluginSet
 from rlctl.records import ModelType
 from rlctl.topology import Topology
 from rlctl.verify import tiny
-from rlctl.verify.cases import RUNS, WITHOUT_RUNS
+from rlctl.verify.cases import MIN_RANKS, RUNS, WITHOUT_RUNS
 from rlctl.verify.expect import Expected, expect
 from rlctl.verify.measure import Measured, Target, measure
 from rlctl.verify.models import without_dropout
@@ -51,7 +53,7 @@ class _Job:
 
 
 class Verifier:
-    """Runs a request.
+    """Runs requests. A context manager: references, tiny models and worker groups live until its end.
 
     Args:
         notice: gets what a backend has to say once.
@@ -59,19 +61,33 @@ class Verifier:
 
     def __init__(
         self,
-        request: Request,
         plugins: PluginSet,
         watcher: Watcher | None = None,
         notice: Callable[[str], None] | None = None,
     ) -> None:
-        self._request = request
         self._plugins = plugins
         self._watcher = watcher or Watcher()
         self._notice = notice
         self._messages: list[str] = []
-        self._expected: dict[str, Expected] = {}
+        self._expected: dict[tuple[object, ...], Expected] = {}
+        self._scratch = tempfile.TemporaryDirectory(prefix="rlctl_verify_")
+        self._ranks: Ranks | None = None
+        self._num_cases = 0
 
-    def run(self) -> Report:
+    def __enter__(self) -> Verifier:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._ranks is not None:
+            if error is None:
+                self._ranks.close()
+            else:
+                self._ranks.kill()
+        self._scratch.cleanup()
+
+    def run(self, request: Request) -> Report:
         """Everything that was asked for.
 
         Raises:
@@ -80,31 +96,26 @@ class Verifier:
         """
         started = time.monotonic()
         _require_reference()
-        jobs, left_out = self._jobs()
+        self._messages = []
+        jobs, left_out = self._jobs(request)
         self._watcher.start(len(jobs))
+        if self._ranks is None or self._ranks.device != request.device:
+            self._ranks = Ranks(self._plugins, request.device, timeout_s=request.timeout_s, notice=self._notice)
         cases: list[Case] = []
-        with tempfile.TemporaryDirectory(prefix="rlctl_verify_") as scratch:
-            ranks = Ranks(self._plugins, self._request.device, timeout_s=self._request.timeout_s, notice=self._notice)
-            try:
-                for number, job in enumerate(jobs):
-                    cases.append(self._case(job, ranks, Path(scratch), number))
-                    self._watcher.end(cases[-1])
-            except BaseException:
-                ranks.kill()
-                raise
-            ranks.close()
+        for job in jobs:
+            cases.append(self._case(request, job, self._ranks))
+            self._watcher.end(cases[-1])
         return Report(tuple(cases), tuple(left_out), tuple(self._messages), time.monotonic() - started)
 
     # ---- what to run ------------------------------------------------------------------------------------------
-    def _jobs(self) -> tuple[list[_Job], list[LeftOut]]:
-        request = self._request
+    def _jobs(self, request: Request) -> tuple[list[_Job], list[LeftOut]]:
         jobs: list[_Job] = []
         left_out: list[LeftOut] = []
         refused: CapabilityError | None = None
         heads = [m for m in request.backend.spec.model_types if m in RUNS]
         for topology, model_type, model in itertools.product(request.topologies, heads, request.models):
             try:
-                jobs.append(self._job(topology, model_type, model))
+                jobs.append(_job(request, topology, model_type, model))
             except CapabilityError as error:
                 refused = refused or error
                 reason = error.details[0] if error.details else error.what
@@ -113,22 +124,14 @@ class Verifier:
             raise refused
         return jobs, left_out
 
-    def _job(self, topology: Topology, model_type: ModelType, model: str) -> _Job:
-        spec, device = self._request.backend.spec, self._request.device
-        if model.startswith(TINY):
-            family = model.removeprefix(TINY)
-            sizes = tiny.fit_tiny(family, spec, topology, device.type, device.vendor, model_type)
-            return _Job(topology, model_type, model, sizes, None)
-        directory = Path(model)
-        facts = tiny.read_facts(directory)
-        require_topology(self._request.backend, topology, device.type, device.vendor, model_type, facts)
-        return _Job(topology, model_type, model, None, directory)
-
     # ---- running ----------------------------------------------------------------------------------------------
-    def _expect(self, job: _Job, scratch: Path) -> Expected:
-        key = f"{job.model_type} {job.sizes.slug if job.sizes is not None else job.directory}"
+    def _expect(self, request: Request, job: _Job) -> Expected:
+        num_ranks = max(MIN_RANKS, *(t.world_size for t in request.topologies))
+        source = job.sizes.slug if job.sizes is not None else str(job.directory)
+        key = (job.model_type, source, request.device, request.dtype, num_ranks)
         if key not in self._expected:
             self._watcher.begin(f"reference of {job.model}")
+            scratch = Path(self._scratch.name)
             if job.sizes is not None:
                 directory = tiny.write_tiny(job.sizes, scratch / "models")
             else:
@@ -138,22 +141,21 @@ class Verifier:
             self._expected[key] = expect(
                 directory,
                 RUNS[job.model_type],
-                device=self._request.device.type,
-                dtype=self._request.dtype,
-                num_ranks=max(t.world_size for t in self._request.topologies),
+                device=request.device.type,
+                dtype=request.dtype,
+                num_ranks=num_ranks,
                 scratch=scratch / "reference" / str(len(self._expected)),
                 report=self._watcher.beat,
             )
         return self._expected[key]
 
-    def _case(self, job: _Job, ranks: Ranks, scratch: Path, number: int) -> Case:
-        request = self._request
-        expected = self._expect(job, scratch)
+    def _case(self, request: Request, job: _Job, ranks: Ranks) -> Case:
+        expected = self._expect(request, job)
         axes = job.topology.axes()
         self._watcher.begin(f"{words(job.topology)}, {job.model}")
         began = time.monotonic()
         target = Target(request.backend.spec.name, str(job.model_type), axes, request.settings, request.master)
-        measured, error = self._measure(job, target, expected, ranks, scratch / f"case-{number}")
+        measured, error = self._measure(job, target, expected, ranks)
         measured.skipped |= _heads_without_runs(request.backend)
         case = Case(
             backend=request.backend.spec.name,
@@ -173,37 +175,55 @@ class Verifier:
             notes=measured.notes,
             seconds=time.monotonic() - began,
         )
-        if request.record:
-            case = self._record(case)
-        return case
+        return self._record(request, case) if request.record else case
 
     def _measure(
-        self, job: _Job, target: Target, expected: Expected, ranks: Ranks, scratch: Path
+        self, job: _Job, target: Target, expected: Expected, ranks: Ranks
     ) -> tuple[Measured, RlctlError | None]:
         """One case; an engine that cannot follow another one in its process gets processes of its own."""
         for fresh in (False, True):
             measured = Measured()
             starts = ranks.starts
+            self._num_cases += 1
+            scratch = Path(self._scratch.name) / f"case-{self._num_cases}"
             try:
                 group = ranks.group(job.topology.world_size, fresh=fresh)
-                measure(
-                    group, target, RUNS[job.model_type], expected, scratch / str(fresh), measured, self._watcher.beat
-                )
+                measure(group, target, RUNS[job.model_type], expected, scratch, measured, self._watcher.beat)
                 return measured, None
-            except RlctlError as error:
+            except Exception as error:  # plugin boundary: an engine in this very process may raise anything
                 # With deltas at hand it is a finding; without any, in a used group, perhaps only a leftover.
                 if fresh or measured.deltas.found or ranks.starts > starts or job.topology.world_size == 1:
-                    return measured, error
+                    return measured, _mendable(error)
         raise AssertionError("the second round returns")
 
-    def _record(self, case: Case) -> Case:
+    def _record(self, request: Request, case: Case) -> Case:
         try:
-            path, messages = record_case(case, self._request.backend, self._request.device)
+            path, messages = record_case(case, request.backend, request.device)
         except OSError as error:
             self._messages.append(f"the evidence of {case.model} could not be kept: {error}")
             return case
         self._messages += messages
         return replace(case, evidence=path)
+
+
+def _mendable(error: Exception) -> RlctlError:
+    """The error itself, or one that carries its traceback."""
+    if isinstance(error, RlctlError):
+        return error
+    lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
+    return EngineError(f"the engine failed: {type(error).__name__}: {error}", details=lines)
+
+
+def _job(request: Request, topology: Topology, model_type: ModelType, model: str) -> _Job:
+    spec, device = request.backend.spec, request.device
+    if model.startswith(TINY):
+        family = model.removeprefix(TINY)
+        sizes = tiny.fit_tiny(family, spec, topology, device.type, device.vendor, model_type)
+        return _Job(topology, model_type, model, sizes, None)
+    directory = Path(model)
+    facts = tiny.read_facts(directory)
+    require_topology(request.backend, topology, device.type, device.vendor, model_type, facts)
+    return _Job(topology, model_type, model, None, directory)
 
 
 def _heads_without_runs(backend: BackendRecord) -> dict[str, str]:
