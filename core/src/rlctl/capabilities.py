@@ -66,7 +66,7 @@ def matrix(plugins: PluginSet, book: EvidenceBook, backends: Sequence[str] = ())
     cells: list[Cell] = []
     names: set[str] = set()
     known: list[str] = []
-    for spec, dist, state in _sources(plugins):
+    for spec, dist, state in known_backends(plugins):
         known += [spec.name, *spec.aliases]
         names |= {spec.name, *spec.aliases} & set(backends)
         if not backends or {spec.name, *spec.aliases} & set(backends):
@@ -85,7 +85,8 @@ def matrix(plugins: PluginSet, book: EvidenceBook, backends: Sequence[str] = ())
     return cells
 
 
-def _sources(plugins: PluginSet) -> Iterable[tuple[BackendSpec, str, str]]:
+def known_backends(plugins: PluginSet) -> Iterable[tuple[BackendSpec, str, str]]:
+    """(record, dist, state) of every backend: what is installed first, then the rest of the catalogue."""
     installed: set[tuple[str, str]] = set()
     for record in plugins.backends():
         installed.add((record.spec.name, record.dist))

@@ -1,0 +1,384 @@
+"""Memory of a whole run, pool by pool: which roles share a rank, in which phase of a step most is held, and does it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlctl.catalogue_memory import MemoryPolicy, rollout_policy, train_policy
+from rlctl.config.schema import RunConfig, TrainRole
+from rlctl.plan.activations import Precision
+from rlctl.plan.arithmetic import micro_bound, rows_a_rank, scored_tokens
+from rlctl.plan.generation import RolloutMemory, sync_item
+from rlctl.plan.layout import RoleLayout
+from rlctl.plan.memory import GIB, Item, Load, Moment, Setting
+from rlctl.plan.parameters import ParameterCount
+from rlctl.plan.request import Request
+from rlctl.plan.shapes import ModelShape
+from rlctl.plan.training import StateMemory, TrainMemory
+from rlctl.topology import Topology
+
+_CHUNK_BYTES = {"cpu": 8 << 20}
+_CHUNK_BYTES_ACCELERATOR = 512 << 20
+_TIGHT = 0.9
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What is known of the model's size.
+
+    Args:
+        total: weights, or None.
+        how: where the number comes from.
+    """
+
+    shape: ModelShape | None
+    count: ParameterCount | None
+    total: int | None
+    how: str
+
+
+@dataclass(frozen=True)
+class PoolMemory:
+    """Phases of a step on one rank of a pool, each with the moment at which it holds most."""
+
+    pool: str
+    roles: tuple[str, ...]
+    phases: tuple[Moment, ...]
+
+    @property
+    def peak(self) -> Moment:
+        return max(self.phases, key=lambda moment: moment.num_bytes)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Memory a rank.
+
+    Args:
+        pools: empty where nothing is known; ``missing`` then says why. With pools, ``missing`` is what they leave out.
+        checkpointing: (activations without, with; peak of the actor's update without, with) in bytes, or None.
+        checked: the model of this backend's memory is compared with live bytes in the test suite.
+    """
+
+    pools: tuple[PoolMemory, ...] = ()
+    missing: str = ""
+    checkpointing: tuple[int, int, int, int] | None = None
+    checked: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        return max((pool.peak.num_bytes for pool in self.pools), default=0)
+
+    def verdict(self, device_memory_gib: float | None) -> tuple[str, str]:
+        """(``fits``, ``tight``, ``too_large`` or ``unknown``, words)."""
+        if not self.pools:
+            return "unknown", self.missing
+        pool = max(self.pools, key=lambda p: p.peak.num_bytes)
+        most = f"{pool.peak.num_bytes / GIB:,.2f} GiB a rank in pool {pool.pool}, at {pool.peak.name}"
+        if device_memory_gib is None:
+            return "unknown", f"at most {most}; --device-memory GIB compares"
+        share = self.peak_bytes / GIB / device_memory_gib
+        words = f"{most}, of {device_memory_gib:g} GiB"
+        if share > 1:
+            return "too_large", f"does not fit: {words}"
+        known = "" if not self.missing else f"; not counted: {self.missing}"
+        if share > _TIGHT:
+            return "tight", f"tight: {words}, {share:.0%}; contexts, workspaces and fragmentation come on top{known}"
+        return "fits", f"fits: {words}, {share:.0%}{known}"
+
+
+def train_memory(
+    name: str,
+    role: TrainRole,
+    backend: str,
+    engine: Mapping[str, Any],
+    layout: RoleLayout,
+    size: ModelSize,
+    request: Request,
+    trained: bool,
+) -> TrainMemory | StateMemory | None:
+    """The memory of one training engine; StateMemory where only the number of weights is known, None where nothing is."""
+    if layout.topology is None or size.total is None:
+        return None
+    policy = train_policy(backend)
+    precision, setting = engine_setting(policy, engine, layout.topology, request.config, request.device, size.shape)
+    if size.shape is None or size.count is None:
+        return StateMemory(name, size.total, size.total, precision, setting)
+    load = engine_load(role, layout.topology, request.config, whole_batch=not trained)
+    return TrainMemory(name, size.shape, size.count, precision, setting, load, trained)
+
+
+def engine_setting(
+    policy: MemoryPolicy,
+    engine: Mapping[str, Any],
+    topology: Topology,
+    config: RunConfig,
+    device: str,
+    shape: ModelShape | None,
+) -> tuple[Precision, Setting]:
+    """dtypes and switches of an engine, from its section and its policy."""
+    master = config.model.dtype
+    wanted = str(engine.get(policy.compute) or "auto")
+    compute = wanted if wanted != "auto" else master if device == "cpu" else "bfloat16"
+    wrapped = policy.gathers and (topology.world_size > 1 or engine.get(policy.wrap) == "always")
+    reduce = str(engine.get(policy.reduce) or "auto")
+    if policy.gathers:
+        shards = topology.dp_shard * topology.usp * topology.cp
+    else:
+        shards = topology.dp_size * topology.cp
+    head = 0 if shape is None else shape.head_dim
+    setting = Setting(
+        policy=policy,
+        shards=shards,
+        moments=config.actor.optim.name != "sgd",
+        moments_away=device != "cpu" and bool(engine.get(policy.optimizer_offload)),
+        wrapped=wrapped,
+        reshard=engine.get(policy.reshard) is not False,
+        checkpointing=bool(engine.get(policy.checkpointing)),
+        logits_budget=int(engine.get("logits_budget_mib") or 1024) << 20 if policy.chunked_logits else None,
+        chunk_bytes=_CHUNK_BYTES.get(device, _CHUNK_BYTES_ACCELERATOR),
+        flash=device == "cuda" and compute != "float32" and head % 8 == 0 and head <= 256,
+        reduce="float32" if reduce == "auto" else reduce,
+        tp=topology.tp,
+        pp=topology.pp,
+        ep=topology.ep,
+    )
+    return Precision(master, compute, policy.autocast and not wrapped and compute != master), setting
+
+
+def engine_load(role: TrainRole, topology: Topology, config: RunConfig, *, whole_batch: bool = False) -> Load:
+    """The largest micro-batch that the batch arithmetic allows on one rank.
+
+    Args:
+        whole_batch: the engine scores every row of a step at once, instead of one mini-batch.
+    """
+    rl = config.trainer.type == "rl"
+    prompts = config.data.train_batch_size
+    if rl and not whole_batch:
+        prompts = min(prompts, config.actor.ppo_mini_batch_size or prompts)
+    rows = prompts * (config.rollout.n if rl else 1)
+    policy_loss = rl and not whole_batch
+    scaled = rl and config.rollout.temperature != 1.0
+    return load_of(role, topology, config, rows, entropy=policy_loss, scaled=scaled)
+
+
+def load_of(
+    role: TrainRole,
+    topology: Topology,
+    config: RunConfig,
+    num_rows: int,
+    *,
+    entropy: bool = False,
+    scaled: bool = False,
+) -> Load:
+    """The largest micro-batch when ``num_rows`` rows are split over the data parallel ranks."""
+    rows = rows_a_rank(num_rows, topology.dp_size)
+    token_ranks = topology.usp * topology.cp
+    bound = micro_bound(role, config, token_ranks)
+    whole = bound.tokens(rows)
+    # The last token of each row predicts nothing and is not run.
+    tokens = whole - -(-whole // bound.longest)
+    return Load(
+        tokens=max(1, -(-tokens // token_ranks)),
+        scored=max(1, -(-scored_tokens(config, whole, rows) // token_ranks)),
+        longest=bound.longest,
+        ragged=rows > 1,
+        micro_batches=bound.micro_batches(rows),
+        entropy=entropy,
+        scaled=scaled,
+    )
+
+
+def plan_memory(request: Request, layouts: Sequence[RoleLayout], size: ModelSize, why_unknown: str) -> MemoryPlan:
+    """Every pool's phases.
+
+    Args:
+        why_unknown: what is missing of the model; shown where nothing can be said.
+    """
+    by_role = {layout.role: layout for layout in layouts}
+    engines: dict[str, TrainMemory | StateMemory] = {}
+    for name, layout in by_role.items():
+        if name == "rollout":
+            continue
+        role, backend, section = _section(request.config, name)
+        sized = _with_value_head(size) if name == "critic" else size
+        memory = train_memory(name, role, backend, section, layout, sized, request, trained=name != "ref")
+        if memory is not None:
+            engines[name] = memory
+    if "actor" not in engines:
+        return MemoryPlan(missing=why_unknown or "the ranks cannot be split as asked")
+    rollout = _rollout(request, by_role, size, engines["actor"])
+    pools: dict[str, list[str]] = {}
+    for layout in layouts:
+        pools.setdefault(layout.pool, []).append(layout.role)
+    actor = engines["actor"]
+    policy = train_policy(by_role["actor"].backend)
+    return MemoryPlan(
+        pools=tuple(_pool(request, name, roles, engines, rollout, size, by_role) for name, roles in pools.items()),
+        missing=why_unknown,
+        checkpointing=_with_and_without(actor) if isinstance(actor, TrainMemory) else None,
+        checked=policy.checked,
+        notes=_notes(request, by_role, policy),
+    )
+
+
+def _section(config: RunConfig, name: str) -> tuple[TrainRole, str, Mapping[str, Any]]:
+    """(bounds, backend, engine section) of a training role; a critic is planned like the actor."""
+    if name == "ref":
+        return config.ref, config.ref.backend or config.actor.backend, config.ref.engine or config.actor.engine
+    return config.actor, config.actor.backend, config.actor.engine
+
+
+def _with_value_head(size: ModelSize) -> ModelSize:
+    """The same decoder with one output instead of a vocabulary."""
+    if size.shape is None or size.count is None or size.total is None:
+        return size
+    count = replace(size.count, head=size.shape.hidden_size)
+    return ModelSize(replace(size.shape, vocab_size=1, tied=False), count, count.total, size.how)
+
+
+def _rollout(
+    request: Request, layouts: Mapping[str, RoleLayout], size: ModelSize, actor: TrainMemory | StateMemory
+) -> RolloutMemory | None:
+    layout, config = layouts.get("rollout"), request.config
+    if layout is None or layout.topology is None or size.total is None:
+        return None
+    policy = rollout_policy(layout.backend)
+    setting = actor.s if isinstance(actor, TrainMemory) else actor.setting
+    precision = actor.p if isinstance(actor, TrainMemory) else actor.precision
+    together = layout.pool == layouts["actor"].pool
+    alone = together and layouts["actor"].world_size == 1 and not setting.wrapped
+    shared = alone and policy.shares_module and setting.policy.lends_module and config.rollout.share_weights
+    topology = layout.topology
+    return RolloutMemory(
+        shape=size.shape,
+        total=size.total,
+        config=config,
+        policy=policy,
+        section=config.rollout.engine,
+        dp_size=topology.dp_size,
+        ranks=topology.tp * topology.pp,
+        shared=shared,
+        device=request.device,
+        precision=precision,
+    )
+
+
+def _pool(
+    request: Request,
+    name: str,
+    roles: Sequence[str],
+    engines: Mapping[str, TrainMemory | StateMemory],
+    rollout: RolloutMemory | None,
+    size: ModelSize,
+    layouts: Mapping[str, RoleLayout],
+) -> PoolMemory:
+    here = {role: engines[role] for role in roles if role in engines}
+    generates = rollout if "rollout" in roles else None
+    copies = [generates.weights()] if generates is not None else []
+    rl = request.config.trainer.type == "rl"
+    phases: list[Moment] = []
+    shared = generates is not None and generates.shared
+
+    def resting(but: str = "") -> list[Item]:
+        out: list[Item] = []
+        for role, memory in here.items():
+            if role != but:
+                out += _at_rest(memory, request, keep_weights=shared and role == "actor")
+        return out
+
+    phases += _warm_start(request, layouts, engines, copies, name)
+    if generates is not None:
+        decoding = [item for item in (generates.cache(), generates.logits()) if item is not None]
+        phases.append(Moment("generation", (*resting(), *copies, *decoding)))
+    if "ref" in here:
+        phases += [_phase("scoring by the reference", m, (*resting("ref"), *copies)) for m in _fullest(here["ref"])]
+    for role in ("critic", "actor"):
+        if role in here:
+            words = f"update of the {role}" if rl else "training step"
+            phases += [_phase(words, m, (*resting(role), *copies)) for m in _fullest(here[role])]
+    if rl and size.total is not None:
+        source = engines["actor"]
+        whole = sync_item(size.count, size.shape, size.total, _master_bytes(source), shared)
+        sends = "actor" in here or generates is not None
+        if sends:
+            phases.append(Moment("weight sync", (*resting(), *copies, whole)))
+    return PoolMemory(name, tuple(roles), tuple(phases))
+
+
+def _warm_start(
+    request: Request,
+    layouts: Mapping[str, RoleLayout],
+    engines: Mapping[str, TrainMemory | StateMemory],
+    copies: Sequence[Item],
+    pool: str,
+) -> list[Moment]:
+    """The supervised steps before RL: an engine like the actor's, alone on its ranks but for the rollout's copy."""
+    settings, actor, layout = request.config.warm_start, engines["actor"], layouts["actor"]
+    if settings is None or layout.pool != pool or layout.topology is None or not isinstance(actor, TrainMemory):
+        return []
+    load = load_of(request.config.actor, layout.topology, request.config, settings.batch_size)
+    engine = TrainMemory("actor", actor.shape, actor.count, actor.p, actor.s, load)
+    beside = copies if settings.stop_at_score is not None else ()
+    return [_phase("warm start", m, beside) for m in _fullest(engine)]
+
+
+def _fullest(memory: TrainMemory | StateMemory) -> list[Moment]:
+    """The moment at which a training engine holds most."""
+    if isinstance(memory, TrainMemory):
+        return [max(memory.moments(), key=lambda moment: moment.num_bytes)]
+    held = [memory.weights(), memory.gradients(), memory.optimizer()] if memory.role != "ref" else [memory.weights()]
+    return [Moment("what is known", tuple(held))]
+
+
+def _phase(words: str, moment: Moment, others: Sequence[Item]) -> Moment:
+    return Moment(f"{words}: {moment.name}", (*moment.items, *others))
+
+
+def _at_rest(memory: TrainMemory | StateMemory, request: Request, *, keep_weights: bool) -> list[Item]:
+    """What an engine leaves on the device while another one works."""
+    state = memory.state if isinstance(memory, TrainMemory) else memory
+    _, _, section = _section(request.config, state.role)
+    policy, offloads = state.setting.policy, request.device != "cpu"
+    out = []
+    if keep_weights or not (offloads and section.get(policy.param_offload)):
+        out.append(state.weights())
+    if state.role != "ref" and state.setting.moments and not state.setting.moments_away:
+        out.append(state.optimizer())
+    return out
+
+
+def _master_bytes(memory: TrainMemory | StateMemory) -> int:
+    precision = memory.p if isinstance(memory, TrainMemory) else memory.precision
+    return precision.master_bytes
+
+
+def _with_and_without(actor: TrainMemory) -> tuple[int, int, int, int]:
+    """(activations without, with checkpointing; peak of the step without, with)."""
+    out: list[int] = []
+    peaks: list[int] = []
+    for on in (False, True):
+        other = TrainMemory("actor", actor.shape, actor.count, actor.p, replace(actor.s, checkpointing=on), actor.load)
+        out.append(actor.activations(checkpointing=on).num_bytes)
+        peaks.append(max(moment.num_bytes for moment in other.moments()))
+    return out[0], out[1], peaks[0], peaks[1]
+
+
+def _notes(request: Request, layouts: Mapping[str, RoleLayout], policy: MemoryPolicy) -> tuple[str, ...]:
+    notes: list[str] = []
+    actor = layouts["actor"]
+    if not policy.checked:
+        notes.append(
+            f"what {actor.backend} keeps follows its documentation; only the figures of checked backends are compared with live bytes"
+        )
+    if request.device == "cpu":
+        ranks = sum({layout.pool: layout.world_size for layout in layouts.values()}.values())
+        notes.append(
+            f"the host's memory is shared: {ranks} ranks, and the libraries themselves (about 0.5 GiB each) on top"
+            if ranks > 1
+            else "the libraries themselves (about 0.5 GiB) come on top"
+        )
+    return tuple(notes)
