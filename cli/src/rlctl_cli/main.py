@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Compare a backend and topology with one process, number by number.",
     ),
     "plan": ("rlctl_cli.commands.plan:plan", "Show ranks, batches, memory and fitting backends before a launch."),
+    "bench": ("rlctl_cli.commands.bench:bench", "Measure the training step of backends on equal work."),
     "plugins": ("rlctl_cli.commands.plugins:plugins", "List installed plugins and what they declare."),
     "recipes": ("rlctl_cli.commands.recipes:recipes", "List shipped recipes, or show one."),
     "data": ("rlctl_cli.commands.data:data", "Check a dataset before any model is loaded."),
