@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from rlctl.algorithms.losses import CrossEntropyLoss, PolicyLoss
-from rlctl.batch import PackedBatch, pack
+from rlctl.batch import GROUP, PackedBatch, pack
 from rlctl.config.schema import ActorConfig, OptimConfig, PolicyLossConfig
 from rlctl.logits import LossFn
 from rlctl.microbatch import MicroBatchPlan
@@ -134,7 +134,10 @@ def packed(samples: Sequence[Sample], objective: Objective) -> PackedBatch:
         items["ref_log_probs"] = [s.ref for s in samples]
     dtypes = {"input_ids": torch.long, "loss_mask": torch.bool}
     dtypes |= {n: torch.float32 for n in items if n not in dtypes}
-    return pack(items, meta={"temperature": objective.temperature}, dtypes=dtypes)
+    # Rows that begin alike are samples of one prompt, for engines that compute it once.
+    groups: dict[tuple[int, ...], int] = {}
+    rows = {GROUP: [groups.setdefault(tuple(s.ids[:3]), len(groups)) for s in samples]}
+    return pack(items, rows, {"temperature": objective.temperature}, dtypes)
 
 
 def loss_of(objective: Objective) -> LossFn:
