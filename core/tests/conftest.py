@@ -9,6 +9,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says more about what else the machine does.
+settings.register_profile("rlctl", deadline=None)
+settings.load_profile("rlctl")
 
 # Modules next to the tests, which importlib import mode does not find.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -12,11 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlctl import balance
 from rlctl.algorithms.losses import CrossEntropyLoss
 from rlctl.batch import PackedBatch, pack, padding_like
-from rlctl.config.schema import OptimConfig
+from rlctl.config.schema import ActorConfig, OptimConfig
 from rlctl.engine import Engine, MeshInfo, TrainOutput
 from rlctl.errors import BatchError, EngineError, GuardError
 from rlctl.generation import Completion, FinishReason, GenerateRequest, SamplingParams, ScoreRequest, TokenScores
@@ -24,6 +25,8 @@ from rlctl.hookspecs import hookimpl
 from rlctl.logits import LogitsReader, LossOutput
 from rlctl.microbatch import MicroBatchPlan
 from rlctl.records import BackendKind
+from rlctl.roles.actor import ActorRole
+from rlctl.roles.budget import SkipBudget
 from rlctl.runtime import remote
 from rlctl.runtime.group import WorkerGroup
 from rlctl.runtime.records import Boot, BuildSpec, RankPlace
@@ -59,7 +62,7 @@ def numbered(lengths: Sequence[int], groups: Sequence[int] | None = None) -> Pac
     return batch if groups is None else batch.with_rows(group=torch.tensor(groups))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.integers(0, 4)), min_size=1, max_size=30),
     st.integers(1, 9),
@@ -158,6 +161,66 @@ def test_bad_rows_are_named_by_their_index_in_the_whole_batch() -> None:
     with pytest.raises(BatchError, match="rows 1"):
         engine.infer_batch(first_scored, PLAN)
     assert transport.num_sent == sent, "nothing left the controller"
+
+
+# ---- what it costs --------------------------------------------------------------------------------------------------
+class Operations(TorchDispatchMode):
+    """Counts torch operations, and those that make a tensor of at least ``large`` items."""
+
+    def __init__(self, large: int) -> None:
+        super().__init__()
+        self.total, self.large, self.threshold = 0, 0, large
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.total += 1
+        if isinstance(out, torch.Tensor) and out.numel() >= self.threshold and not func.is_view:
+            self.large += 1
+        return out
+
+
+def one_step(dp_size: int, num_rows: int, more_fields: int = 0, tp: int = 1) -> tuple[Operations, CannedTransport]:
+    """Scores and one update of ``num_rows`` rows on simulated ranks."""
+    random = Random(num_rows)
+    lengths = [random.randrange(40, 90) for _ in range(num_rows)]
+    batch = numbered(lengths, [i // 4 for i in range(num_rows)])
+    fields = {f"field_{i}": torch.zeros(batch.num_items) for i in range(more_fields)}
+    batch = batch.with_items(advantages=torch.ones(batch.num_items), **fields)
+    engine = canned(dp_size, tp, echo=None)
+    actor = ActorRole(engine, ActorConfig(), PLAN, 10, SkipBudget(3), check_rollout=False)
+    operations = Operations(batch.num_items)
+    with operations:
+        ready = batch.with_items(old_log_probs=actor.score(batch)["log_probs"])
+        actor.update(ready, num_rows, set(range(num_rows)), torch.Generator())
+    transport = engine.group._transport
+    assert isinstance(transport, CannedTransport)
+    return operations, transport
+
+
+def test_operations_of_a_step_do_not_grow_with_the_rows() -> None:
+    """A controller of 1,024 ranks cannot afford one for each row, or for each field of each rank."""
+    base, _ = one_step(8, 128)
+    assert one_step(8, 512)[0].total == base.total
+    # A field costs one, whatever the number of ranks: the mini-batch is a view of the batch.
+    assert one_step(8, 128, more_fields=5)[0].total <= base.total + 5
+    doubled, _ = one_step(16, 128)
+    # A rank costs one: its answer, which the simulation cuts from a longer tensor.
+    assert doubled.total - base.total <= 8 * 1
+    assert base.total < 200
+
+
+def test_tokens_are_moved_a_few_times_a_step() -> None:
+    """Over all tokens: where the row weights come from, and the scores into order. No field is moved before it travels."""
+    found = {dp: one_step(dp, 256, more_fields=9)[0].large for dp in (2, 32)}
+    assert found[2] == found[32] <= 8
+
+
+def test_a_call_is_packed_once_a_replica_and_sent_once_a_rank() -> None:
+    for dp_size, tp in ((4, 1), (4, 3), (16, 2)):
+        _, transport = one_step(dp_size, 64, tp=tp)
+        # Start-up and build go to all in one packing each; then the scores and the update.
+        assert transport.num_packed == 2 + 2 * dp_size
+        assert transport.num_sent == 4 * dp_size * tp
 
 
 # ---- what the replicas report ----------------------------------------------------------------------------------------

@@ -34,9 +34,11 @@ def karmarkar_karp(weights: Sequence[int], k: int, *, equal_size: bool = False) 
     Args:
         equal_size: sets hold equal numbers of items, within one.
     """
+    return [sorted(_leaves(tree)) for _, tree in _difference(weights, k, equal_size)]
+
+
+def _difference(weights: Sequence[int], k: int, equal_size: bool) -> _Partition:
     assert k >= 1, k
-    if k == 1:
-        return [list(range(len(weights)))]
     # A reversed sort is stable too: ties go by index, so every process that plans the same rows plans them alike.
     order: list[int | None] = sorted(range(len(weights)), key=weights.__getitem__, reverse=True)  # type: ignore[assignment]
     grouped = equal_size or len(weights) * k > _DENSE
@@ -49,7 +51,7 @@ def karmarkar_karp(weights: Sequence[int], k: int, *, equal_size: bool = False) 
         sets += [(0, None)] * (k - len(sets))
         heap.append((sets[-1][0] - sets[0][0], start, sets))
     if not heap:
-        return [[] for _ in range(k)]
+        return [(0, None)] * k
     heapq.heapify(heap)
     serial = len(order)
     while len(heap) > 1:
@@ -59,7 +61,7 @@ def karmarkar_karp(weights: Sequence[int], k: int, *, equal_size: bool = False) 
         merged.sort(key=itemgetter(0), reverse=True)
         serial += 1
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], serial, merged))
-    return [sorted(_leaves(tree)) for _, tree in heap[0][2]]
+    return heap[0][2]
 
 
 def _leaves(tree: Any) -> list[int]:
@@ -87,23 +89,26 @@ def split_rows(
         groups: what each row belongs to (rows with one prompt). Groups then stay whole as far as the longest part
             becomes at most ``SLACK`` longer for it.
     """
-    in_order = _cut(range(len(lengths)), _sizes(len(lengths), num_parts))
+    bounds = list(accumulate(_sizes(len(lengths), num_parts), initial=0))
+    in_order = lambda: [list(range(a, b)) for a, b in pairwise(bounds)]
     if not balance or num_parts == 1:
-        return in_order
-    candidates = [in_order, karmarkar_karp(lengths, num_parts, equal_size=True)]
-    longest = [_longest(lengths, parts) for parts in candidates]
+        return in_order()
+    before = list(accumulate(lengths, initial=0))
+    plain = max(before[b] - before[a] for a, b in pairwise(bounds))
+    sets = _difference(lengths, num_parts, equal_size=True)
+    by_tokens = lambda: [sorted(_leaves(tree)) for _, tree in sets]
     if groups is None:
-        return candidates[longest.index(min(longest))]
-    candidates.append(_by_groups(lengths, groups, num_parts))
-    longest.append(_longest(lengths, candidates[-1]))
-    limit = min(longest) * (1 + SLACK)
-    fitting = [i for i, most in enumerate(longest) if most <= limit]
-    return candidates[min(fitting, key=lambda i: (num_pieces(groups, candidates[i]), longest[i]))]
+        return in_order() if plain <= sets[0][0] else by_tokens()
+    by_groups = _by_groups(lengths, groups, num_parts)
+    candidates = [(plain, in_order), (sets[0][0], by_tokens), (_longest(lengths, by_groups), lambda: by_groups)]
+    limit = min(most for most, _ in candidates) * (1 + SLACK)
+    fitting = [(most, make()) for most, make in candidates if most <= limit]
+    return min(fitting, key=lambda found: (num_pieces(groups, found[1]), found[0]))[1]
 
 
 def num_pieces(groups: Sequence[Hashable], parts: Iterable[Iterable[int]]) -> int:
     """Into how many pieces ``parts`` cut the groups, over all: what each part has of a group is one piece."""
-    return sum(len({groups[row] for row in part}) for part in parts)
+    return sum(len(set(map(groups.__getitem__, part))) for part in parts)
 
 
 def _by_groups(lengths: Sequence[int], groups: Sequence[Hashable], num_parts: int) -> list[list[int]]:
@@ -117,14 +122,15 @@ def _by_groups(lengths: Sequence[int], groups: Sequence[Hashable], num_parts: in
     whole = [rows for rows in members.values() if len(rows) == common]
     each = min(len(whole) // num_parts, sizes[-1] // common)
     whole = whole[: each * num_parts]
-    totals = [sum(lengths[row] for row in rows) for rows in whole]
-    dealt = karmarkar_karp(totals, num_parts, equal_size=True)
+    tokens = lambda rows: sum(map(lengths.__getitem__, rows))
+    totals = [tokens(rows) for rows in whole]
+    dealt = karmarkar_karp(totals, num_parts, equal_size=True) if whole else [[]] * num_parts
     parts = [[row for i in part for row in whole[i]] for part in dealt]
     taken = {row for rows in whole for row in rows}
     rest = [row for rows in members.values() for row in rows if row not in taken]
     pieces = _cut(rest, [size - each * common for size in sizes])
-    parts.sort(key=lambda rows: sum(lengths[row] for row in rows), reverse=True)
-    pieces.sort(key=lambda rows: sum(lengths[row] for row in rows))
+    parts.sort(key=tokens, reverse=True)
+    pieces.sort(key=tokens)
     return [sorted(part + piece) for part, piece in zip(parts, pieces, strict=True)]
 
 
@@ -139,7 +145,7 @@ def _cut(rows: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
 
 
 def _longest(lengths: Sequence[int], parts: Sequence[Sequence[int]]) -> int:
-    return max(sum(lengths[row] for row in part) for part in parts)
+    return max(sum(map(lengths.__getitem__, part)) for part in parts)
 
 
 def seqlen_metrics(lengths: Sequence[int], parts: Sequence[Sequence[int]]) -> dict[str, float]:

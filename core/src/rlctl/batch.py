@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -57,7 +58,7 @@ class PackedBatch:
     def num_rows(self) -> int:
         return self.cu_seqlens.numel() - 1
 
-    @property
+    @cached_property
     def num_items(self) -> int:
         return int(self.cu_seqlens[-1])
 
@@ -120,27 +121,22 @@ class PackedBatch:
         bounds[torch.arange(len(rows)) + part_of_row + 1] = ends - part_starts[part_of_row]
         cu_seqlens = bounds.split([count + 1 for count in counts])
         fields = {k: v[rows].split(counts) for k, v in self.rows.items()}
-        gathered = _Gathered(self, rows, [*part_starts.tolist(), int(ends[-1])])
-        return [
-            PackedBatch._trusted(
-                cu, _Part(gathered, i), {k: v[i] for k, v in fields.items()}, self.meta, self.is_padding
+        sizes = [b - a for a, b in pairwise([*part_starts.tolist(), int(ends[-1])])]
+        gathered = _Gathered(self, rows, sizes)
+        parts: list[PackedBatch] = []
+        for i, (cu, num_items) in enumerate(zip(cu_seqlens, sizes, strict=True)):
+            # Past __init__, which would look at every field: they are known to fit.
+            part = object.__new__(PackedBatch)
+            part.__dict__.update(
+                cu_seqlens=cu,
+                items=_Part(gathered, i),
+                rows={k: v[i] for k, v in fields.items()},
+                meta=self.meta,
+                is_padding=self.is_padding,
+                num_items=num_items,
             )
-            for i, cu in enumerate(cu_seqlens)
-        ]
-
-    @classmethod
-    def _trusted(
-        cls,
-        cu_seqlens: torch.Tensor,
-        items: Mapping[str, torch.Tensor],
-        rows: Mapping[str, torch.Tensor],
-        meta: Mapping[str, Any],
-        is_padding: bool,
-    ) -> PackedBatch:
-        """A batch whose fields are known to fit; they are not looked at."""
-        batch = object.__new__(cls)
-        batch.__dict__.update(cu_seqlens=cu_seqlens, items=items, rows=rows, meta=meta, is_padding=is_padding)
-        return batch
+            parts.append(part)
+        return parts
 
     def slice_rows(self, start: int, stop: int) -> PackedBatch:
         """The consecutive rows ``start`` to ``stop``, as views of this batch's memory."""
@@ -174,9 +170,9 @@ class PackedBatch:
 class _Gathered:
     """Item fields of a batch with its rows in another order and cut into parts, each field when it is first asked for."""
 
-    def __init__(self, batch: PackedBatch, rows: list[int], bounds: list[int]) -> None:
+    def __init__(self, batch: PackedBatch, rows: list[int], sizes: list[int]) -> None:
         self.items = batch.items
-        self._sizes = [b - a for a, b in pairwise(bounds)]
+        self._sizes = sizes
         self._in_order = rows == list(range(batch.num_rows))
         self._locate = lambda: batch._locate(rows)[1]
         self._flat: torch.Tensor | None = None
@@ -196,6 +192,8 @@ class _Gathered:
 
 class _Part(Mapping[str, torch.Tensor]):
     """Item fields of one part of a gathered batch."""
+
+    __slots__ = ("_gathered", "_index")
 
     def __init__(self, gathered: _Gathered, index: int) -> None:
         self._gathered = gathered
