@@ -88,7 +88,9 @@ def check_places(places: Sequence[RankPlace]) -> None:
 def _not_once(found: Sequence[int], count: int) -> str:
     """What keeps ``found`` from being 0 to ``count - 1``, each once; empty where nothing does."""
     times = Counter(found)
-    wrong = [f"{i} {'is missing' if not times[i] else f'is there {times[i]} times'}" for i in range(count) if times[i] != 1]
+    wrong = [
+        f"{i} {'is missing' if not times[i] else f'is there {times[i]} times'}" for i in range(count) if times[i] != 1
+    ]
     wrong += [f"{i}, which is none" for i in sorted(times) if not 0 <= i < count]
     return "; ".join(wrong[:4]) + ("; ..." if len(wrong) > 4 else "")
 
