@@ -40,7 +40,7 @@ test: $(VENV)/.dev
 # The records that ship inside the plugin: written by the tests that compare, never by hand.
 evidence: $(VENV)/.dev
 	RLCTL_EVIDENCE_DIR=$(CURDIR)/plugins/fsdp/src/rlctl_fsdp/evidence $(BIN)/python -m pytest \
-	  plugins/fsdp/tests/test_fsdp_ranks.py tests/test_trainers_rl.py -k 'equal_one_process or evidence'
+	  plugins/fsdp/tests/test_fsdp_ranks.py plugins/fsdp/tests/test_fsdp_axes.py tests/test_trainers_rl.py -k 'equal_one_process or evidence'
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from fsdp_axes_models import BORDER_MIXING, CONVOLUTION, LONG_ROPE, RECURRENCE, SIX_HEADS
-from fsdp_cases import FAMILIES, differences, draw, run
+from fsdp_cases import FAMILIES, Bench, Case, differences, draw_on
 from fsdp_helpers import batch_of, build_engine, model_section, nll, rows
 
 from rlctl.engine import Engine
@@ -157,21 +158,32 @@ FAULTS: dict[str, tuple[tuple[int, int, int], Fault]] = {
 """Name -> (mesh, what is broken)."""
 
 
-def with_fault(name: str, rank: int, device: str) -> dict[str, Any]:
-    """What the comparison finds with the fault and without it, and whether an engine still starts with the fault."""
-    sizes, inject = FAULTS[name]
-    case = replace(
-        draw(7, sizes), family="llama", loss="nll", mode="token-mean", calls=1, clip=0.0, settings=(),
+def _fault_case(sizes: tuple[int, int, int]) -> Case:
+    return replace(
+        draw_on(sizes, 7), family="llama", loss="nll", mode="token-mean", calls=1, clip=0.0, settings=(),
         lengths=(9, 5, 14, 9, 6, 11), prompts=(-1,) * 6, max_rows=3, max_tokens=None,
         owner=tuple(i % (sizes[0] * sizes[1]) for i in range(6)),
     )  # fmt: skip
-    wanted = run(case, None, device)
-    sound = differences(run(case, rank, device), wanted)
-    with pytest.MonkeyPatch.context() as patch:
-        broken = differences(run(case, rank, device, lambda engine: inject(patch, engine)), wanted)
-        model = {"config": dict(FAMILIES["llama"]), "tokenizer": "unused", "seed": 7}
-        starts = not said(lambda: build_engine(model, topology=case.topology, device=device, param_dtype="float32"))
-    return {"sound": sound, "broken": broken, "starts": starts}
+
+
+def with_faults(device: str) -> dict[str, dict[str, Any]]:
+    """For each fault what the comparison finds with it and without it, and whether an engine still starts with it."""
+    found: dict[str, dict[str, Any]] = {}
+    any_case = _fault_case((1, 1, 4))
+    wanted = Bench(any_case, device, alone=True).run(any_case)
+    for sizes in sorted({sizes for sizes, _ in FAULTS.values()}):
+        case = _fault_case(sizes)
+        bench = Bench(case, device)
+        sound = differences(bench.run(case), wanted)
+        for name in (n for n, (s, _) in FAULTS.items() if s == sizes):
+            with pytest.MonkeyPatch.context() as patch:
+                FAULTS[name][1](patch, bench.engine)
+                broken = differences(bench.run(case), wanted)
+                starts = not said(lambda c=case: Bench(c, device))
+            found[name] = {"sound": sound, "broken": broken, "starts": starts}
+            for module in shard.fsdp_modules(bench.engine._pm.get_plugin("provider")._root):
+                module.set_gradient_divide_factor(1.0)
+    return found
 
 
 def said(call: Callable[[], Any]) -> str:
@@ -216,3 +228,57 @@ def refusals(rank: int, device: str) -> dict[str, str]:
     found["bad-ids"] = said(lambda: engine.infer_batch(bad, plan))
     found["sound-after-all"] = said(lambda: engine.infer_batch(batch, plan))
     return found
+
+
+def scores_without_an_optimizer(device: str) -> dict[str, float]:
+    """Largest differences of a scoring engine (a reference model) that is split over replicas and slices from one alone."""
+    model = {"config": dict(FAMILIES["qwen3"]), "tokenizer": "unused", "dtype": "float32"}
+    batch = batch_of(rows((9, 4, 13, 7, 2, 8)))
+    found: list[tuple[list[torch.Tensor], list[torch.Tensor], float]] = []
+    for topology in (Topology(), Topology(world_size=4, dp_replicate=2, usp=2)):
+        engine = build_engine(model, topology=topology, forward_only=True, device=device, param_dtype="float32")
+        assert engine.mesh is not None
+        mine = list(range(engine.mesh.dp_rank, batch.num_rows, engine.mesh.dp_size))
+        part = batch.select(mine)
+        scores = engine.infer_batch(part, MicroBatchPlan(max_rows=2), ("log_probs", "entropy"))
+        per_row = [part.split_items(scores[k]) for k in ("log_probs", "entropy")]
+        loss, _ = engine.eval_loss(part, nll, MicroBatchPlan(max_rows=1))
+        found.append((per_row[0], per_row[1], loss))
+    alone, split = found
+    pairs = [(a[row], s[i]) for a, s in zip(alone[:2], split[:2], strict=True) for i, row in enumerate(mine)]
+    return {
+        "scores": max(float((a - s).abs().max()) for a, s in pairs),
+        "eval_loss": abs(alone[2] - split[2]),
+    }
+
+
+def checkpoint_on_another_mesh(device: str, path: Path) -> dict[str, float]:
+    """Save with replicas and slices, load with shards and slices: the next step must be the same one."""
+    model = {"config": dict(FAMILIES["llama-tied"]), "tokenizer": "unused", "dtype": "float32"}
+    batch = batch_of(rows((9, 4, 13, 7, 2, 8)))
+    plan = MicroBatchPlan(max_rows=2)
+
+    def step(engine: Engine) -> tuple[float, float]:
+        assert engine.mesh is not None
+        mine = list(range(engine.mesh.dp_rank, batch.num_rows, engine.mesh.dp_size))
+        out = engine.train_batch(batch.select(mine), nll, plan)
+        return out.loss, out.step.grad_norm
+
+    settings = {"device": device, "param_dtype": "float32"}
+    # A large epsilon, so that rounding of gradients near zero stays small.
+    optim = {"lr": 1e-2, "eps": 1e-3}
+    first = build_engine(model, optim, topology=Topology(world_size=4, dp_replicate=2, usp=2), **settings)
+    before = step(first)
+    first.save_state(path)
+    second = build_engine(model, optim, topology=Topology(world_size=4, dp_shard=2, usp=2), **settings)
+    fresh = step(build_engine(model, optim, topology=Topology(world_size=4, dp_shard=2, usp=2), **settings))
+    second.load_state(path)
+    after = [step(engine) for engine in (first, second)]
+    weights = [dict(engine.export_weights()) for engine in (first, second)]
+    return {
+        "fresh_loss": abs(fresh[0] - before[0]),
+        "moved_on": abs(after[0][0] - before[0]),
+        "loss": abs(after[0][0] - after[1][0]),
+        "grad_norm": abs(after[0][1] - after[1][1]),
+        "weights": max(float((weights[0][n] - w).abs().max()) for n, w in weights[1].items()),
+    }

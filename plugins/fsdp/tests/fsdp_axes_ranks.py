@@ -16,47 +16,38 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from fsdp_axes_faults import FAULTS, refusals, with_fault
+from fsdp_axes_faults import checkpoint_on_another_mesh, refusals, scores_without_an_optimizer, with_faults
 from fsdp_axes_models import CURVED_HEAD, register
-from fsdp_cases import SIZES, draw, run
+from fsdp_cases import PER_ENGINE, Bench, draw
 from fsdp_two_ranks import run_case
 
 from rlctl.topology import Topology
 
-RANDOM_CASES = {4: 66, 2: 24, 1: 8}
+RANDOM_CASES = {4: 66, 2: 24, 1: 12}
 """World size -> how many; those of four ranks all run in one process group."""
 
 NAMED: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "replicas": ((2, 2, 1), {"family": "llama-tied", "split": "uneven", "calls": 2}),
-    "replicas-alone": ((4, 1, 1), {"family": "qwen3", "split": "uneven"}),
-    "replicas-no-rows": ((2, 2, 1), {"family": "llama", "split": "none"}),
+    "replicas-whole": ((4, 1, 1), {"family": "qwen3", "split": "uneven"}),
     "usp-kv-replicated": ((1, 1, 4), {"family": "llama-tied", "split": "even", "loss": "ppo"}),
     "usp-shards": ((1, 2, 2), {"family": "qwen3", "split": "uneven", "loss": "ppo"}),
     "usp-no-rows": ((1, 2, 2), {"family": "llama", "split": "none"}),
-    "usp-replicas": ((2, 1, 2), {"family": "gemma3", "split": "uneven"}),
-    "usp-window": ((1, 2, 2), {"family": "qwen2-window", "split": "uneven", "calls": 2}),
+    "usp-replicas": ((2, 1, 2), {"family": "gemma3", "split": "uneven", "calls": 2}),
     "usp-shared-prompts": ((2, 1, 2), {"family": "qwen3-moe", "split": "uneven", "prompts": True, "loss": "ppo"}),
     "usp-checkpointing": ((1, 2, 2), {"family": "llama", "split": "even", "engine": {"activation_checkpointing": True}}),
     "usp-recomputed-logits": ((1, 1, 4), {"family": "gpt-neox", "split": "even", "chunked": True, "loss": "ppo"}),
     "usp-own-logits": ((1, 2, 2), {"model": {"config": CURVED_HEAD}, "split": "uneven", "loss": "ppo"}),
-    "usp-cap": ((1, 1, 4), {"family": "gemma2", "split": "even"}),
     "usp-from-directory": ((2, 1, 2), {"model": {"path": "DIRECTORY"}, "split": "uneven"}),
     "usp-offload": (
         (1, 2, 2),
         {"family": "llama-tied", "split": "uneven", "engine": {"param_offload": True, "optimizer_offload": True}},
     ),
     "usp-bfloat16": ((1, 2, 2), {"family": "llama", "split": "uneven", "engine": {"param_dtype": "bfloat16"}}),
-    "replicas-bfloat16": ((2, 2, 1), {"family": "llama", "split": "uneven", "engine": {"param_dtype": "bfloat16"}}),
 }  # fmt: skip
 NAMED_OF_TWO: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "usp-two": ((1, 1, 2), {"family": "llama-tied", "split": "even", "loss": "ppo", "prompts": True}),
     "replicas-two": ((2, 1, 1), {"family": "llama-tied", "split": "uneven"}),
 }
-
-
-def sizes_of(seed: int, world: int) -> tuple[int, int, int]:
-    """The axes of a random case: every mesh in turn."""
-    return SIZES[world][seed % len(SIZES[world])]
 
 
 def join(store: Path, rank: int, world: int, device: str) -> None:
@@ -70,14 +61,16 @@ def join(store: Path, rank: int, world: int, device: str) -> None:
 
 def random_cases(results: dict[str, Any], rank: int, world: int, device: str, index: int = 0, groups: int = 1) -> None:
     """The cases of ``world`` ranks that this of several groups takes; each rank computes its share of the references."""
-    for number, seed in enumerate(range(index, RANDOM_CASES[world], groups)):
-        case = draw(100 * world + seed, sizes_of(seed, world))
-        got = run(case, rank, device)
-        name = f"random-{world}-{seed}"
-        # Every rank's numbers and the checksum of its weights, the weights themselves once.
-        results[name] = got if rank == 0 else {k: v for k, v in got.items() if k != "weights"}
-        if number % world == rank:
-            results[f"{name}-alone"] = run(case, None, device)
+    for first in range(index * PER_ENGINE, RANDOM_CASES[world], groups * PER_ENGINE):
+        bench, reference = Bench(draw(first, world), device), None
+        for number in range(first, first + PER_ENGINE):
+            case, name = draw(number, world), f"random-{world}-{number}"
+            got = bench.run(case)
+            # Every rank's numbers and the checksum of its weights, the weights themselves once.
+            results[name] = got if rank == 0 else {k: v for k, v in got.items() if k != "weights"}
+            if first // PER_ENGINE % world == rank:
+                reference = reference or Bench(case, device, alone=True)
+                results[f"{name} alone"] = reference.run(case)
 
 
 def named_cases(
@@ -93,7 +86,7 @@ def named_cases(
         topology = Topology(world_size=world, dp_replicate=replicate, dp_shard=shard, usp=usp)
         results[name] = run_case(case, rank, world, own, device, topology)
         if number % world == rank:
-            results[f"{name}-alone"] = run_case(case, 0, 1, own, device)
+            results[f"{name} alone"] = run_case(case, 0, 1, own, device)
 
 
 def rank_main(rank: int, world: int, scratch: Path, device: str) -> None:
@@ -103,12 +96,12 @@ def rank_main(rank: int, world: int, scratch: Path, device: str) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
         torch.backends.cuda.matmul.allow_tf32 = False
-    began = time.monotonic()
+    began = time.process_time()
     results: dict[str, Any] = {}
 
     def lap(what: str) -> None:
         if rank == 0:
-            print(f"{what}: {time.monotonic() - began:.1f} s", flush=True)
+            print(f"{what}: {time.process_time() - began:.1f} s of CPU", flush=True)
 
     join(scratch / "store", rank, world, device)
     random_cases(results, rank, world, device)
@@ -116,10 +109,11 @@ def rank_main(rank: int, world: int, scratch: Path, device: str) -> None:
     named_cases(results, NAMED if world == 4 else NAMED_OF_TWO, rank, world, scratch, device)
     lap("named cases")
     if world == 4:
-        for fault in FAULTS:
-            results[f"fault-{fault}"] = with_fault(fault, rank, device)
+        results["faults"] = with_faults(device)
         lap("faults")
         results["refusals"] = refusals(rank, device)
+        results["checkpoint"] = checkpoint_on_another_mesh(device, scratch / "checkpoint")
+        results["scorer"] = scores_without_an_optimizer(device)
         lap("refusals")
     dist.barrier()
     dist.destroy_process_group()
@@ -133,11 +127,9 @@ def rank_main(rank: int, world: int, scratch: Path, device: str) -> None:
         dist.barrier()
         dist.destroy_process_group()
         lap("two ranks")
-        for seed in range(rank, RANDOM_CASES[1], world):
-            case = draw(100 + seed, (1, 1, 1))
-            results[f"random-1-{seed}"] = run(case, 0, device)
-            results[f"random-1-{seed}-alone"] = run(case, None, device)
-            dist.destroy_process_group()
+        # A group of one rank is made by each engine for itself.
+        random_cases(results, 0, 1, device, rank, world)
+        dist.destroy_process_group()
         lap("one rank")
     torch.save(results, scratch / f"rank{rank}.pt")
 

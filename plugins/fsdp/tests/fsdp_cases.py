@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from fsdp_helpers import CONFIGS, VOCAB, build_engine, nll, ppo_like
+from torch.distributed.tensor import DTensor
 
 from rlctl.batch import PackedBatch, pack
-from rlctl.engine import Engine
 from rlctl.logits import LogitsReader, LossOutput
 from rlctl.microbatch import MicroBatchPlan
 from rlctl.normalizer import item_weights
@@ -28,7 +28,7 @@ from rlctl_fsdp.engine import ALIGNMENT
 # Large random weights, so that attention matters: at the usual 0.02 a token hardly looks at the others.
 FAMILIES: dict[str, dict[str, Any]] = {
     name: {**CONFIGS[name], "initializer_range": 0.2}
-    for name in ("llama", "llama-tied", "qwen2-window", "qwen3", "gemma3", "gpt-neox", "qwen3-moe", "mistral")
+    for name in ("llama", "llama-tied", "qwen2-window", "qwen3", "gemma3", "gpt-neox", "qwen3-moe", "mistral", "gemma2")
 } | {
     "mixtral": {
         **CONFIGS["llama"], "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
@@ -81,6 +81,7 @@ class Case:
     """One drawn case. ``owner`` gives each row its dp rank."""
 
     seed: int
+    model_seed: int
     sizes: tuple[int, int, int]
     family: str
     loss: str
@@ -127,26 +128,36 @@ class Case:
         return pack({"input_ids": tokens, "loss_mask": masks})
 
 
-def draw(seed: int, sizes: tuple[int, int, int]) -> Case:
+PER_ENGINE = 3
+"""Cases that share an engine, because building one takes longer than a step."""
+
+
+def draw(number: int, world: int) -> Case:
+    """One of the cases of ``world`` ranks. Neighbours share mesh, family and settings, and nothing else."""
+    return draw_on(SIZES[world][number // PER_ENGINE % len(SIZES[world])], 300 * world + number)
+
+
+def draw_on(sizes: tuple[int, int, int], seed: int) -> Case:
     """The case of a seed on given axes."""
-    rng = random.Random(seed)
+    rng, shared = random.Random(seed), random.Random(-1 - seed // PER_ENGINE)
     replicate, shard, usp = sizes
     num_rows = rng.randint(1, 9)
-    lengths = tuple(rng.randint(2, 14) for _ in range(num_rows))
+    lengths = tuple(rng.randint(2, rng.choice((4, 14))) for _ in range(num_rows))
     by_tokens = rng.random() < 0.5
     # No row with its prompt is longer than 21; the bound is that of one device, so usp ranks take usp times as much.
     budget = rng.choice((-(-21 // usp), 30))
     settings: dict[str, Any] = {}
-    if rng.random() < 0.2:
+    if shared.random() < 0.25:
         settings["activation_checkpointing"] = True
-    if rng.random() < 0.2:
+    if shared.random() < 0.25:
         settings["reshard_after_forward"] = False
-    if rng.random() < 0.2:
+    if shared.random() < 0.25:
         settings["share_prompts"] = False
     return Case(
         seed=seed,
+        model_seed=seed // PER_ENGINE,
         sizes=sizes,
-        family=rng.choice(sorted(FAMILIES)),
+        family=shared.choice(sorted(FAMILIES)),
         loss=rng.choice(sorted(LOSSES)),
         mode=rng.choice([str(m) for m in LossAggMode]),
         lengths=lengths,
@@ -160,53 +171,78 @@ def draw(seed: int, sizes: tuple[int, int, int]) -> Case:
     )
 
 
-def run(
-    case: Case, rank: int | None, device: str = "cpu", meddle: Callable[[Engine], None] | None = None
-) -> dict[str, Any]:
-    """Loss, metrics, gradient norm and updated weights of one step.
+class Bench:
+    """An engine for the cases of one mesh, family and settings; each of them starts from the same weights.
 
     Args:
-        rank: in the case's topology; None: one process, one micro-batch, one call.
-        meddle: gets the built engine.
+        alone: one process whatever the case's mesh, with the backend's default settings.
     """
-    alone = rank is None
-    topology = Topology() if alone else case.topology
-    settings = {"device": device, "param_dtype": "float32", **({} if alone else dict(case.settings))}
-    if not alone and topology.world_size == 1:
-        settings["wrap"] = "always"
-    model = {"config": dict(FAMILIES[case.family]), "tokenizer": "unused", "dtype": "float32", "seed": case.seed}
-    engine = build_engine(model, {**LINEAR, "clip_grad": case.clip}, topology=topology, **settings)
-    if meddle is not None:
-        meddle(engine)
-    before = {name: tensor.cpu().clone() for name, tensor in engine.export_weights()} if alone else {}
-    batch = case.batch()
-    if rank is not None:
-        mine = topology.dp_rank(rank)
-        batch = batch.select([i for i, owner in enumerate(case.owner) if owner == mine])
-    plan = MicroBatchPlan(max_rows=99) if alone else case.plan
-    weights = item_weights(batch, case.mode, reduce=engine.reduce, norm_length=9)
-    batch = batch.with_items(item_weight=weights)
-    found: dict[str, Any] = {"alignment": 0.0}
-    if alone or case.calls == 1:
-        out = engine.train_batch(batch, LOSSES[case.loss], plan)
-        found |= {"loss": out.loss, "grad_norm": out.step.grad_norm}
-        found["alignment"] = out.sums.get(ALIGNMENT, 0.0)
-        found["metrics"] = {k: v for k, v in (out.sums | out.maxes).items() if k != ALIGNMENT}
-    else:
-        middle, loss = (batch.num_rows + 1) // 2, 0.0
-        engine.set_mode(True)
-        for part in (range(middle), range(middle, batch.num_rows)):
-            micro_batches, _ = engine.micro_batches(batch.select(part), plan)
-            outputs = engine.forward_backward(micro_batches, LOSSES[case.loss], forward_only=False)
-            loss += sum(o.loss for o in outputs)
-        found |= {"loss": engine.reduce([loss])[0], "grad_norm": engine.optimizer_step().grad_norm}
-    exported = {name: tensor.cpu().clone() for name, tensor in engine.export_weights()}
-    total = 0
-    for tensor in exported.values():
-        total = zlib.crc32(tensor.contiguous().numpy().tobytes(), total)
-    if alone:
-        found["largest_step"] = max(float((exported[n] - t).abs().max()) for n, t in before.items())
-    return found | {"weights": exported, "checksum": total}
+
+    def __init__(self, case: Case, device: str = "cpu", alone: bool = False) -> None:
+        settings = {"device": device, "param_dtype": "float32", **({} if alone else dict(case.settings))}
+        topology = Topology() if alone else case.topology
+        if not alone and topology.world_size == 1:
+            settings["wrap"] = "always"
+        model = {"config": dict(FAMILIES[case.family]), "tokenizer": "unused", "seed": case.model_seed}
+        self.alone = alone
+        self.key = self.key_of(case)
+        self.engine = build_engine(model, LINEAR, topology=topology, **settings)
+        self._provider = self.engine._pm.get_plugin("provider")
+        self._start = [_local(p).detach().clone() for p in self._provider._root.parameters()]
+        self._before = self._weights() if alone else {}
+
+    @staticmethod
+    def key_of(case: Case) -> tuple[Any, ...]:
+        """What cases on one bench have in common."""
+        return case.sizes, case.family, case.model_seed, case.settings
+
+    def run(self, case: Case) -> dict[str, Any]:
+        """Loss, metrics, gradient norm and updated weights of one step; alone as one micro-batch in one call."""
+        assert self.key_of(case) == self.key, "another bench's case"
+        self._reset(case)
+        engine, batch = self.engine, case.batch()
+        assert engine.mesh is not None
+        if not self.alone:
+            batch = batch.select([i for i, owner in enumerate(case.owner) if owner == engine.mesh.dp_rank])
+        plan = MicroBatchPlan(max_rows=99) if self.alone else case.plan
+        weights = item_weights(batch, case.mode, reduce=engine.reduce, norm_length=9)
+        batch = batch.with_items(item_weight=weights)
+        found: dict[str, Any] = {}
+        if self.alone or case.calls == 1:
+            out = engine.train_batch(batch, LOSSES[case.loss], plan)
+            found |= {"loss": out.loss, "grad_norm": out.step.grad_norm, "alignment": out.sums.get(ALIGNMENT)}
+            found["metrics"] = {k: v for k, v in (out.sums | out.maxes).items() if k != ALIGNMENT}
+        else:
+            middle, loss = (batch.num_rows + 1) // 2, 0.0
+            engine.set_mode(True)
+            for part in (range(middle), range(middle, batch.num_rows)):
+                micro_batches, _ = engine.micro_batches(batch.select(part), plan)
+                outputs = engine.forward_backward(micro_batches, LOSSES[case.loss], forward_only=False)
+                loss += sum(o.loss for o in outputs)
+            found |= {"loss": engine.reduce([loss])[0], "grad_norm": engine.optimizer_step().grad_norm}
+        exported = self._weights()
+        total = 0
+        for tensor in exported.values():
+            total = zlib.crc32(tensor.contiguous().numpy().tobytes(), total)
+        if self.alone:
+            found["largest_step"] = max(float((exported[n] - t).abs().max()) for n, t in self._before.items())
+        return found | {"weights": exported, "checksum": total}
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.cpu().clone() for name, tensor in self.engine.export_weights()}
+
+    @torch.no_grad()
+    def _reset(self, case: Case) -> None:
+        provider = self._provider
+        provider._reshard()
+        for parameter, start in zip(provider._root.parameters(), self._start, strict=True):
+            _local(parameter).copy_(start)
+        provider._stepper.optimizer.state.clear()
+        provider._stepper._settings["clip_grad"] = case.clip
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def differences(got: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:

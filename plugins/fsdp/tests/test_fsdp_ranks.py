@@ -12,12 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from fsdp_compare import assert_equal_runs, record_runs
 from fsdp_helpers import CONFIGS
 from fsdp_two_ranks import CASES, run_case
 from transformers import AutoConfig, AutoModelForCausalLM
-
-from rlctl.records import EvidenceLevel
-from rlctl.testing.evidence import record_evidence
 
 pytestmark = pytest.mark.slow
 
@@ -80,68 +78,9 @@ def test_two_ranks_equal_one_process(ranks, device, name, tmp_path) -> None:
     (tmp_path / "directory").symlink_to(scratch / "directory")
     one = run_case(CASES[name], 0, 1, tmp_path, device)
     loose = name == "bfloat16"
-    # Matrix products on a GPU add up in another order for another number of rows.
-    tolerance = 3e-2 if loose else 2e-6 if device == "cpu" else 2e-5
-    assert one["wrap"] == "plain module"
-    for two in (results[0][name], results[1][name]):
-        assert two["wrap"] == "fully_shard over 2 ranks"
-        for got, wanted in zip(two["steps"], one["steps"], strict=True):
-            assert got.keys() == wanted.keys()
-            for key, value in wanted.items():
-                assert got[key] == pytest.approx(value, rel=tolerance, abs=tolerance), key
-        for stage in ("before", "weights"):
-            assert list(two[stage]) == list(one[stage])
-            for key, value in one[stage].items():
-                difference = (two[stage][key] - value).abs()
-                if stage == "before":
-                    assert float(difference.max()) == 0.0, key
-                elif loose:
-                    # Adam turns the sign of a tiny gradient into a whole step, so only the mean is near.
-                    assert float(difference.mean()) <= 2e-3, key
-                else:
-                    assert float(difference.max()) <= (2e-5 if device == "cpu" else 2e-4), key
-        for key, per_row in two["scores"].items():
-            for row, values in zip(two["rows"], per_row, strict=True):
-                torch.testing.assert_close(
-                    values, one["scores"][key][row], atol=5e-2 if loose else 10 * tolerance, rtol=1e-5
-                )
-        assert two["resume_equal"], "a resumed run takes the very step that the first one took"
-    assert one["resume_equal"]
-    _record(name, device, one, [results[r][name] for r in range(2)], "bfloat16" if loose else "float32")
-    assert any((one["weights"][k] != one["before"][k]).any() for k in one["weights"])
-
-
-def _record(name: str, device: str, one: dict[str, Any], ranks: list[dict[str, Any]], dtype: str) -> None:
-    """Hand what was just compared to the evidence of dp_shard (see rlctl.testing.evidence)."""
-
-    def worst(key: str) -> float:
-        pairs = [(a[key], b[key]) for two in ranks for a, b in zip(two["steps"], one["steps"], strict=True)]
-        return max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
-
-    weights = max(float((two["weights"][k] - v).abs().max()) for two in ranks for k, v in one["weights"].items())
-    scores = max(
-        float((values - one["scores"][key][row]).abs().max())
-        for two in ranks
-        for key, per_row in two["scores"].items()
-        for row, values in zip(two["rows"], per_row, strict=True)
-    )
-    record_evidence(
-        f"dp_shard2-{device}-{name}",
-        backend="fsdp2",
-        level=EvidenceLevel.PARITY,
-        axes={"dp_shard": 2},
-        world_size=2,
-        device=device,
-        model_family=one["family"],
-        what=f"three steps, scores, export and resume of two {'NCCL' if device == 'cuda' else 'gloo'} ranks against one "
-        f"process, {dtype}, case {name}",
-        deltas={
-            "loss_relative": worst("loss"),
-            "grad_norm_relative": worst("grad_norm"),
-            "updated_weights_max": weights,
-            "scores_max": scores,
-        },
-    )
+    both = [results[r][name] for r in range(2)]
+    assert_equal_runs(one, both, device, "fully_shard over 2 ranks", loose)
+    record_runs(name, {"dp_shard": 2}, device, one, both, "bfloat16" if loose else "float32")
 
 
 def test_the_comparison_fails_without_the_cures(ranks, device, tmp_path) -> None:
