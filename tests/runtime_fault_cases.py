@@ -34,7 +34,7 @@ from rlctl.testing.faults import Fault, FaultKind
 MakeTransport = Callable[[Mapping[str, str]], Transport]
 
 ENDS_WITHIN_S = 30.0
-HANG_S = 4.0
+HANG_S = 8.0
 MODEL = {
     **{name: f.get_default() for name, f in ModelConfig.model_fields.items()},
     "config": {
@@ -91,7 +91,7 @@ CASES: dict[str, Case] = {
     "hangs in backward": Case(
         Fault(FaultKind.HANG, 1, phase="backward", occurrence=2),
         (
-            "rank 1 (dp_shard 1) of pool main hangs during backward: no progress for 4 s; rank 0 waits in a collective",
+            "rank 1 (dp_shard 1) of pool main hangs during backward: no progress for 8 s; rank 0 waits in a collective",
             "the call: train_batch of actor with 6 rows",
             "rank 0 (dp_shard 0), dp rank 0 of 2: ",
             "rank 1 (dp_shard 1), dp rank 1 of 2: backward (micro-batch 2 of 3: 1 row, ",

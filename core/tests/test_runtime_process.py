@@ -19,6 +19,8 @@ from rlctl.errors import RlctlError
 from rlctl.runtime.group import Limits, WorkerGroup
 from rlctl.runtime.wire import WireError
 
+ENDS_WITHIN_S = 30.0
+
 
 @pytest.fixture(scope="module")
 def group(tmp_path_factory: pytest.TempPathFactory):
@@ -125,22 +127,13 @@ def test_a_rank_that_does_not_stop_is_ended() -> None:
     group._run("set_shutdown", [("hang",), ("",)], doing="set_shutdown")
     begun = time.monotonic()
     group.close()
-    assert 1 <= time.monotonic() - begun < 10
+    assert 1 <= time.monotonic() - begun < ENDS_WITHIN_S
     assert [h.pid for h in group.hellos if not gone(h.pid)] == []
 
 
-@pytest.mark.parametrize(
-    ("ranks_do", "signum", "within_s"),
-    [
-        ("hang", signal.SIGKILL, 5.0),
-        ("hold", signal.SIGKILL, 5.0),
-        ("hang", signal.SIGINT, 5.0),
-        ("hold", signal.SIGINT, 5.0),
-    ],
-)
-def test_a_controller_that_is_ended_leaves_nothing(
-    ranks_do: str, signum: signal.Signals, within_s: float, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("ranks_do", ["hang", "hold"])
+def test_a_controller_that_is_ended_leaves_nothing(ranks_do: str, signum: signal.Signals, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, runtime_toys.__file__, ranks_do],
         stdout=subprocess.PIPE,
@@ -154,9 +147,9 @@ def test_a_controller_that_is_ended_leaves_nothing(
     time.sleep(0.3)  # into the call
     assert [p for p in pids if gone(p)] == []
     process.send_signal(signum)
-    assert all_gone(pids, within_s) == []
-    assert process.wait(timeout=10) == -signum
-    deadline = time.monotonic() + 2
+    assert all_gone(pids, ENDS_WITHIN_S) == []
+    assert process.wait(timeout=ENDS_WITHIN_S) == -signum
+    deadline = time.monotonic() + ENDS_WITHIN_S
     while list(tmp_path.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert list(tmp_path.iterdir()) == []

@@ -207,7 +207,7 @@ def hang_error(
 
 def waits_for_others(stack: str) -> bool:
     """True when the innermost frames of the thread that runs the calls lie in a collective."""
-    own = stack.partition("\n\n")[0].splitlines()[1 : 1 + _TOP_FRAMES]
+    own = stack.splitlines()[1 : 1 + _TOP_FRAMES]
     return any(_COLLECTIVE_FRAME.search(line) for line in own)
 
 

@@ -38,7 +38,6 @@ class Descriptors:
 
     socket: int
     board: int
-    stacks: int
 
 
 def command(boot: Boot, descriptors: Descriptors, parent: int, scratch: str) -> list[str]:
@@ -51,7 +50,7 @@ def command(boot: Boot, descriptors: Descriptors, parent: int, scratch: str) -> 
     # -P: the working directory holds the user's files, which must not stand in for the standard library's.
     return [
         *(sys.executable, "-P", "-m", "rlctl.runtime.worker_main"),
-        *(boot.pool, str(boot.rank), f"{descriptors.socket},{descriptors.board},{descriptors.stacks}"),
+        *(boot.pool, str(boot.rank), f"{descriptors.socket},{descriptors.board}"),
         *(str(parent), scratch),
     ]
 

@@ -70,11 +70,11 @@ class Line:
 
 def main(pool: str, rank: int, descriptors: tuple[int, ...], parent: int, scratch: str) -> int:
     """Serve until told to stop. Returns the exit code."""
-    sock, board, stacks = descriptors
+    sock, board = descriptors
     start_guard(parent, os.environ.get(MARKER, ""), scratch)
+    # Into the rank's log: of a fatal signal the stack, and of a hanging rank all stacks when it is asked for them.
     faulthandler.enable()
-    # Kept open for as long as the process lives: it is written to from the signal's handler.
-    faulthandler.register(signal.SIGUSR1, file=os.fdopen(stacks, "w"), all_threads=True)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     line = Line(socket.socket(fileno=sock), scratch)
     launch = line.receive()
     assert isinstance(launch, Launch), launch

@@ -20,7 +20,7 @@ from rlctl import device as devices
 from rlctl.errors import CapabilityError
 from rlctl.interrupts import shielded
 from rlctl.runtime import launch, wire
-from rlctl.runtime.channel import FrameReader, FrameWriter, Parcel, anonymous_file, pack
+from rlctl.runtime.channel import FrameReader, FrameWriter, Parcel, pack
 from rlctl.runtime.launch import Descriptors, Launch, Stop
 from rlctl.runtime.phases import Status
 from rlctl.runtime.processes import ending, kill_group, kill_marked
@@ -140,7 +140,10 @@ class ProcessTransport:
                 if handle is not None:
                     self._selector.unregister(handle)
         cause = rank.end()
-        return Death(rank.number, cause, rank.output(), rank.status)
+        said = rank.output().rstrip()
+        if said and self._log_dir is not None:
+            said += f"\n(all of it: {rank.log})"
+        return Death(rank.number, cause, said, rank.status)
 
     # ---- looking in -----------------------------------------------------------------------------------------------
     def statuses(self) -> list[Status | None]:
@@ -197,14 +200,13 @@ class RankProcess:
     def __init__(self, boot: Boot, log: Path, scratch: str, marker: str, env: Mapping[str, str]) -> None:
         self.number = boot.rank
         self.gone = False
-        self._log = log
+        self.log = log
         self.socket, theirs = socket.socketpair()
         self.reader, self.writer = FrameReader(self.socket), FrameWriter(self.socket)
         board = new_board()
         self._board = StatusBoard(board)
-        self._stacks = anonymous_file(0, "rlctl_stacks")
         self._last: Status | None = None
-        numbers = Descriptors(theirs.fileno(), board, self._stacks)
+        numbers = Descriptors(theirs.fileno(), board)
         try:
             with log.open("ab") as output:
                 began = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -217,7 +219,7 @@ class RankProcess:
                     stdout=output,
                     stderr=output,
                     env=launch.environment(boot, marker, env),
-                    pass_fds=(numbers.socket, numbers.board, numbers.stacks),
+                    pass_fds=(numbers.socket, numbers.board),
                     # A session of its own: Ctrl-C in the terminal reaches the controller alone.
                     start_new_session=True,
                 )
@@ -248,28 +250,31 @@ class RankProcess:
         self._last, self.gone = self._board.read(), True
         self._board.close()
         self.socket.close()
-        for number in (self._stacks, self.pidfd):
-            if number is not None:
-                os.close(number)
+        if self.pidfd is not None:
+            os.close(self.pidfd)
         return cause
 
     def output(self) -> str:
         """The end of what it printed."""
-        try:
-            with self._log.open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                start = max(self._log_start, size - _TAIL_BYTES)
-                file.seek(start)
-                text = file.read().decode(errors="replace")
-        except OSError:
-            return ""
+        start = max(self._log_start, self.stack_size() - _TAIL_BYTES)
+        text = self.read_stack(start)
         return text.partition("\n")[2] if start > self._log_start else text
 
     def stack_size(self) -> int:
-        return os.fstat(self._stacks).st_size
+        """Bytes of its log, to which it writes its stacks when it gets SIGUSR1."""
+        try:
+            return self.log.stat().st_size
+        except OSError:  # somebody has cleared up
+            return 0
 
     def read_stack(self, start: int) -> str:
-        return os.pread(self._stacks, self.stack_size() - start, start).decode(errors="replace")
+        """Its log from the byte ``start`` on."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(start)
+                return file.read().decode(errors="replace")
+        except OSError:
+            return ""
 
 
 def _check_devices(boots: Sequence[Boot]) -> None:

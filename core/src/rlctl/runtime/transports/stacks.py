@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import re
 
-_BLOCK = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
-_OWN = re.compile(r"worker_main\.py\", line \d+ in _read$", re.MULTILINE)
+_HEAD = re.compile(r"(Current thread|Thread) 0x")
+_OWN = re.compile(r"worker_main\.py\", line \d+ in _read$")
 _FRAMES = 24
 
 
 def tidy(text: str) -> str:
-    """The thread that runs the calls first and our own reader left out; each stack down to where calls are served."""
-    blocks = [b.strip("\n") for b in _BLOCK.split(text) if b.strip() and not _OWN.search(b)]
-    blocks.sort(key=lambda b: not b.startswith("Current thread"))
-    lines: list[str] = []
-    for block in blocks:
-        head, *frames = block.splitlines()
-        shown = frames[:_FRAMES]
-        lines += [head, *shown]
-        if len(frames) > len(shown):
-            lines.append(f"  ... {len(frames) - len(shown)} more")
-    return "\n".join(lines)
+    """The thread that runs the calls first, our own reader left out, and so is whatever else was printed meanwhile."""
+    blocks: list[list[str]] = []
+    for line in text.splitlines():
+        if _HEAD.match(line):
+            blocks.append([line])
+        elif blocks and line.startswith("  "):
+            blocks[-1].append(line)
+    blocks = [b for b in blocks if not any(_OWN.search(line) for line in b)]
+    blocks.sort(key=lambda b: not b[0].startswith("Current thread"))
+    return "\n".join(line for block in blocks for line in _cut(block))
+
+
+def _cut(block: list[str]) -> list[str]:
+    left = len(block) - 1 - _FRAMES
+    return block if left <= 0 else [*block[: 1 + _FRAMES], f"  ... {left} more"]
