@@ -96,7 +96,9 @@ class RayCluster:
 
         check_total(ask, self.view(), own=self.own)
         group = placement_group(
-            [dict(ask.bundle)] * ask.ranks, strategy=ask.strategy, name=f"rlctl:{ask.pool}:{os.getpid()}"
+            [dict(ask.bundle)] * ask.ranks,
+            strategy=ask.strategy,
+            name=f"rlctl:{ask.pool}:{os.getpid()}:{secrets.token_hex(4)}",
         )
         try:
             self._wait(group, ask, timeout_s, notice)
@@ -277,6 +279,8 @@ def _start() -> RayCluster:
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         # Ray asks for a token by default, and would write one into the home directory.
         "RAY_AUTH_TOKEN": _token,
+        # On a host that is busy with other things a worker takes its time; to start it anew makes that worse.
+        "RAY_worker_register_timeout_seconds": "300",
         # With no GPU asked for, the ranks see those that the controller sees.
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
@@ -312,7 +316,7 @@ def _quiet() -> None:
     """What Ray prints about ranks that die, to stdout, is said by our own errors, and stdout may be one JSON object."""
     from ray._private import worker
 
-    logging.getLogger("ray").setLevel(logging.ERROR)
+    logging.getLogger("ray").setLevel(logging.CRITICAL)
     worker._worker_logs_enabled = False
 
 

@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
+import re
 import sys
 import sysconfig
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rlctl.interrupts import shielded
 from rlctl.runtime import ray_cluster, wire
 from rlctl.runtime.channel import SHARED_FROM, Frame, lay_out
-from rlctl.runtime.launch import MARKER, Launch, Stop
+from rlctl.runtime.launch import Launch, Stop
 from rlctl.runtime.phases import Status
+from rlctl.runtime.processes import MARKER
 from rlctl.runtime.ray_cluster import Placement, RayCluster
 from rlctl.runtime.ray_resources import STRATEGIES, Ask, bundle_for
 from rlctl.runtime.records import Boot, Call, Death, Message
@@ -35,6 +40,7 @@ PREFIXES = (
     *("NCCL_", "GLOO_", "HCCL_", "CUDA_LAUNCH_", "VLLM_"),
 )
 """Variables of the controller that begin so are the ranks' too."""
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _LOOK_S = 1.0
 _STACKS_S = 6.0
 _END_S = 5.0
@@ -49,20 +55,20 @@ class Packed:
     body: Any
 
 
-@dataclass
+@dataclass(eq=False)
 class _Rank:
     """The controller's view of one actor.
 
     Args:
-        listening: the answer that is waited for; None once the rank has ended.
+        gone: its rank has ended, or the actor has.
         looking: a status that was asked for and has not come.
     """
 
     number: int
     actor: Any
     node: str
-    listening: Any = None
-    looking: Any = None
+    gone: bool = False
+    looking: Future[Any] | None = None
     status: Status | None = None
 
 
@@ -119,6 +125,7 @@ class RayTransport:
         self._plugins = plugins
         self._notice = notice or (lambda text: None)
         self._group: _Group | None = None
+        self._answers: queue.SimpleQueue[tuple[_Rank, Future[Any]]] = queue.SimpleQueue()
         self._last: list[Status | None] = []
 
     # ---- starting -------------------------------------------------------------------------------------------------
@@ -138,7 +145,8 @@ class RayTransport:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        actor: Any = ray.remote(concurrency_groups={"listen": 1, "look": 1})(RankActor)
+        remote: Any = ray.remote  # its overloads leave this argument out
+        actor = remote(concurrency_groups={"listen": 1, "look": 1})(RankActor)
         marker = uuid.uuid4().hex
         env = _environment()
         for boot in boots:
@@ -189,38 +197,37 @@ class RayTransport:
 
     def send(self, rank: int, packed: Any) -> None:
         found = self._ranks[rank]
-        if found.listening is not None:
+        if not found.gone:
             found.actor.send.remote(packed.table_size, packed.header_size, packed.body)
 
     def receive(self, timeout_s: float) -> list[Message]:
-        import ray
-
-        waiting = {rank.listening: rank for rank in self._ranks if rank.listening is not None}
-        if not waiting:
-            time.sleep(timeout_s)
-            return []
-        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=timeout_s)
-        if ready and len(waiting) > 1:
-            ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0)
-        return [message for ref in ready for message in self._heard(waiting[ref])]
+        # Not by Ray's own wait: a signal that arrives in there comes out as a bare KeyboardInterrupt, whatever it was.
+        answers: list[tuple[_Rank, Future[Any]]] = []
+        with contextlib.suppress(queue.Empty):
+            answers.append(self._answers.get(timeout=timeout_s))
+            while True:
+                answers.append(self._answers.get_nowait())
+        return [message for rank, answer in answers for message in self._heard(rank, answer)]
 
     def _listen(self, rank: _Rank) -> None:
-        rank.listening = rank.actor.listen.options(concurrency_group="listen").remote()
+        said = rank.actor.listen.options(concurrency_group="listen").remote()
+        said.future().add_done_callback(lambda answer: self._answers.put((rank, answer)))
 
-    def _heard(self, rank: _Rank) -> list[Message]:
-        import ray
+    def _heard(self, rank: _Rank, answer: Future[Any]) -> list[Message]:
         from ray.exceptions import RayError
 
+        if rank.gone or self._group is None:
+            return []
         try:
-            said: list[tuple[Any, ...]] = ray.get(rank.listening)
+            said: list[tuple[Any, ...]] = answer.result()
         except RayError as error:
-            rank.listening = None
-            return [Death(rank.number, self._cause(rank, error), status=rank.status)]
+            rank.gone = True
+            return [self._death(rank, error)]
         messages: list[Message] = []
         for item in said:
             if item[0] == ENDED:
                 _, cause, output, status = item
-                rank.listening = None
+                rank.gone = True
                 rank.status = rank.status if status is None else decode_status(status)
                 messages.append(Death(rank.number, cause, output, rank.status))
             else:
@@ -228,18 +235,22 @@ class RayTransport:
                 # A copy of its own: what lies in the object store is shared, and read only.
                 header, tensors = Frame(bytearray(body), table_size, header_size).open()
                 messages.append(wire.decode(header, tensors, self._allowed))
-        if rank.listening is not None:
+        if not rank.gone:
             self._listen(rank)
         return messages
 
-    def _cause(self, rank: _Rank, error: BaseException) -> str:
-        """Why an actor does not answer any more."""
+    def _death(self, rank: _Rank, error: BaseException) -> Death:
+        """What became of an actor that does not answer any more."""
         assert self._group is not None, "it was started"
-        alive = {node.id: node.name for node in self._group.cluster.view().nodes}
-        text = " ".join(str(error).split())
-        if rank.node not in alive or ("node" in text and "died" in text):
-            return f"its node is gone ({text[:300]})"
-        return f"its Ray actor is gone: {_ray_words(text)}"
+        alive = {node.id for node in self._group.cluster.view().nodes}
+        text = _plain(str(error))
+        if "creation task" in text:  # with a traceback of the node's own
+            last = text.rstrip().splitlines()[-1].strip()
+            return Death(rank.number, f"its Ray actor could not be made: {last}", text, rank.status)
+        words = " ".join(text.split())
+        if rank.node not in alive or "node has died" in words or "node died" in words:
+            return Death(rank.number, f"its node is gone; Ray says: {words[:300]}", status=rank.status)
+        return Death(rank.number, f"its Ray actor is gone: {_ray_words(words)}", status=rank.status)
 
     @property
     def _ranks(self) -> list[_Rank]:
@@ -249,61 +260,53 @@ class RayTransport:
     def statuses(self) -> list[Status | None]:
         if self._group is None:
             return list(self._last)
-        import ray
-        from ray.exceptions import RayError
-
+        self._looked(0.0)  # what was asked for last time and came too late
         for rank in self._ranks:
-            if rank.listening is not None and rank.looking is None:
-                rank.looking = rank.actor.look.options(concurrency_group="look").remote()
-        asked = {rank.looking: rank for rank in self._ranks if rank.looking is not None}
-        if asked:
-            ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_LOOK_S)
-            for ref in ready:
-                rank = asked[ref]
-                rank.looking = None
-                with contextlib.suppress(RayError):  # its actor is gone: what was seen last stands
-                    found: bytes | None = ray.get(ref)
-                    rank.status = rank.status if found is None else decode_status(found)
+            if not rank.gone and rank.looking is None:
+                rank.looking = rank.actor.look.options(concurrency_group="look").remote().future()
+        self._looked(_LOOK_S)
         return [rank.status for rank in self._ranks]
 
-    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        import ray
-        from ray.exceptions import RayError
+    def _looked(self, timeout_s: float) -> None:
+        """Take the statuses that come within ``timeout_s``."""
+        for rank, found in _answered({r: r.looking for r in self._ranks if r.looking is not None}, timeout_s):
+            rank.looking = None
+            # From an actor that is gone nothing comes: what was seen last stands.
+            if found is not None and not rank.gone:
+                rank.status = decode_status(found)
 
+    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         asked = {
-            rank.actor.stacks.options(concurrency_group="look").remote(): rank.number
+            rank: rank.actor.stacks.options(concurrency_group="look").remote().future()
             for rank in self._ranks
-            if rank.number in ranks and rank.listening is not None
+            if rank.number in ranks and not rank.gone
         }
-        found: dict[int, str] = {}
-        if asked:
-            ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_STACKS_S)
-            for ref in ready:
-                with contextlib.suppress(RayError):
-                    found[asked[ref]] = ray.get(ref)
-        return {number: text for number, text in found.items() if text}
+        return {rank.number: text for rank, text in _answered(asked, _STACKS_S) if text}
 
     # ---- the end --------------------------------------------------------------------------------------------------
     def close(self, grace_s: float) -> None:
         try:
-            stop = self._packed(Stop())
-            for rank in self._ranks:
-                self.send(rank.number, stop)
-            deadline = time.monotonic() + grace_s
-            while any(r.listening is not None for r in self._ranks) and (left := deadline - time.monotonic()) > 0:
-                self.receive(left)
+            if self._group is not None:
+                stop = self._packed(Stop())
+                for rank in self._ranks:
+                    self.send(rank.number, stop)
+                deadline = time.monotonic() + grace_s
+                while any(not r.gone for r in self._ranks) and (left := deadline - time.monotonic()) > 0:
+                    self.receive(left)
         finally:
             self.kill()
 
     def kill(self) -> None:
-        if self._group is None:
-            return
-        group, self._group = self._group, None
-        self._last = [rank.status for rank in group.ranks]
-        try:
-            _end(group)
-        finally:
-            group.cluster.release()
+        # An impatient second Ctrl-C must not leave half of them.
+        with shielded():
+            if self._group is None:
+                return
+            group, self._group = self._group, None
+            self._last = [rank.status for rank in group.ranks]
+            try:
+                _end(group)
+            finally:
+                group.cluster.release()
 
 
 def _end(group: _Group) -> None:
@@ -311,17 +314,28 @@ def _end(group: _Group) -> None:
     import ray
     from ray.exceptions import RayError
 
-    ending = [rank.actor.end.options(concurrency_group="look").remote() for rank in group.ranks]
-    if ending:
-        ray.wait(ending, num_returns=len(ending), timeout=_END_S)
+    _answered({r: r.actor.end.options(concurrency_group="look").remote().future() for r in group.ranks}, _END_S)
     for rank in group.ranks:
         with contextlib.suppress(RayError, ValueError):
             ray.kill(rank.actor, no_restart=True)
     # A call that can only fail tells when an actor is gone.
-    last = [rank.actor.listen.options(concurrency_group="listen").remote() for rank in group.ranks]
-    if last:
-        ray.wait(last, num_returns=len(last), timeout=_END_S)
+    _answered({r: r.actor.listen.options(concurrency_group="listen").remote().future() for r in group.ranks}, _END_S)
     group.cluster.remove(group.placement)
+
+
+def _answered(asked: Mapping[_Rank, Future[Any]], timeout_s: float) -> list[tuple[_Rank, Any]]:
+    """(rank, answer) of those that came within ``timeout_s``; None where the actor is gone."""
+    from ray.exceptions import RayError
+
+    done, _ = wait(asked.values(), timeout=timeout_s)
+    found: list[tuple[_Rank, Any]] = []
+    for rank, answer in asked.items():
+        if answer in done:
+            try:
+                found.append((rank, answer.result()))
+            except RayError:
+                found.append((rank, None))
+    return found
 
 
 def _environment() -> dict[str, str]:
@@ -335,6 +349,11 @@ def _environment() -> dict[str, str]:
     if more:
         given["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(more))
     return given
+
+
+def _plain(text: str) -> str:
+    """Without the codes that colour it."""
+    return _COLOURS.sub("", text)
 
 
 def _ray_words(text: str) -> str:
