@@ -42,15 +42,21 @@ class Toy:
         if not forward_only:
             assert optimizer is not None
             self.section = optimizer
-            self.optimizer = self.optimizer_class(
-                self.model.parameters(),
-                lr=optimizer["lr"],
-                betas=optimizer["betas"],
-                eps=optimizer["eps"],
-                weight_decay=optimizer["weight_decay"],
-            )
+            if optimizer["name"] == "sgd":
+                self.optimizer = self.sgd(optimizer["lr"])
+            else:
+                self.optimizer = self.optimizer_class(
+                    self.model.parameters(),
+                    lr=optimizer["lr"],
+                    betas=optimizer["betas"],
+                    eps=optimizer["eps"],
+                    weight_decay=optimizer["weight_decay"],
+                )
         size = sum(p.numel() for p in self.model.parameters())
         return EngineInfo(size, self.model.embed.num_embeddings, "toy")
+
+    def sgd(self, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.model.parameters(), lr)
 
     def logits(self, batch: PackedBatch) -> torch.Tensor:
         return torch.cat([self.model(ids) for ids in batch.split_items(batch.items["input_ids"])])
@@ -347,6 +353,17 @@ class CoupledDecay(Toy):
     """L2 in the gradient (Adam) in place of AdamW's decoupled decay."""
 
     optimizer_class = torch.optim.Adam
+
+
+class SgdWithMomentum(Toy):
+    def sgd(self, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.model.parameters(), lr, momentum=0.9)
+
+
+class IgnoresOptimizerName(Toy):
+    @hookimpl
+    def rlctl_engine_init(self, model: Any, optimizer: Any, forward_only: bool) -> EngineInfo:
+        return Toy.rlctl_engine_init(self, model, optimizer and {**optimizer, "name": "adamw"}, forward_only)
 
 
 class NoMoments(Toy):

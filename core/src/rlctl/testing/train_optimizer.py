@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rlctl.batch import padding_like
+from rlctl.errors import ConfigError
 from rlctl.microbatch import MicroBatchPlan
 from rlctl.schedule import lr_factor
 from rlctl.testing.backend import BackendConformance, Build, clone_weights, same_weights
@@ -121,6 +122,28 @@ class OptimizerConformance(BackendConformance):
             decayed += start.numel() if shrunk else 0
         # Norm weights and biases may be left out; they are few.
         assert decayed > 0.5 * sum(t.numel() for t in before.values())
+
+    def test_sgd_is_plain_or_refused(self, build: Build) -> None:
+        """``name: sgd`` moves a weight by ``lr`` times its gradient; who has it not refuses, and takes no other in its place."""
+        optim = {"name": "sgd", "lr": 0.5, "weight_decay": 0.0, "clip_grad": 0.0}
+        try:
+            engine = build(optim=optim)
+        except ConfigError:
+            return
+        batch = rows(self.vocab_size)
+        probe = build(optim=PROBE_OPTIM)
+        before = clone_weights(probe)
+        probe.train_batch(batch, cross_entropy, WHOLE)
+        wanted = first_gradient(before, clone_weights(probe))
+        engine.train_batch(batch, cross_entropy, WHOLE)
+        after = clone_weights(engine)
+        found = {n: (before[n].double() - after[n].double()) / 0.5 for n in before}
+        assert apart(found, wanted) <= self.gradient_tolerance * largest(wanted) + 1e-6
+        # Without a gradient nothing moves: plain descent has no memory of the step before.
+        engine.set_mode(True)
+        engine.forward_backward([padding_like(batch)], cross_entropy, forward_only=False)
+        engine.optimizer_step()
+        assert same_weights(after, clone_weights(engine))
 
     @pytest.mark.parametrize(
         "schedule",
