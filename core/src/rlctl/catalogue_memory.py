@@ -52,12 +52,14 @@ class RolloutPolicy:
     Args:
         shares_module: it can generate from the training module itself when both live in one process.
         rows_key, tokens_key: keys of its section that bound what is decoded together; empty: it pages its cache.
+        prefill_tokens: prompt tokens that it reads in one pass; 0 where it is not known.
         dtype_key: key of its section with the dtype of an own copy of the weights.
     """
 
     shares_module: bool = False
     rows_key: str = ""
     tokens_key: str = ""
+    prefill_tokens: int = 0
     dtype_key: str = "dtype"
 
 
@@ -77,7 +79,9 @@ TRAIN: Mapping[str, MemoryPolicy] = {
 """By backend name. A backend that is not here shares everything over dp_shard and gathers layers, as FSDP does."""
 
 ROLLOUT: Mapping[str, RolloutPolicy] = {
-    "hf": RolloutPolicy(shares_module=True, rows_key="max_batch_rows", tokens_key="max_batch_tokens"),
+    "hf": RolloutPolicy(
+        shares_module=True, rows_key="max_batch_rows", tokens_key="max_batch_tokens", prefill_tokens=16_384
+    ),
 }
 
 

@@ -93,6 +93,18 @@ def layer_bytes_a_token(shape: ModelShape, p: Precision, *, moe: bool, flash: bo
     return sum(s.bytes_a_token / (tp if s.part == "inner" else 1) for s in saved)
 
 
+def passing_bytes_a_token(shape: ModelShape, p: Precision, *, moe: bool, tp: int = 1) -> float:
+    """Bytes a token of what one layer holds at its fullest when nothing is kept for a backward pass."""
+    d, c, r = shape.hidden_size, p.compute_bytes, p.stream_bytes
+    if moe:
+        k, f = shape.experts_per_token, shape.expert_size
+        feed = k * (2 * d + 4 * f) * (p.master_bytes if p.autocast else c)
+    else:
+        feed = (3 if shape.family.gated else 2) * shape.intermediate_size * c
+    attention = (4 * shape.query_size + 3 * shape.kv_size) * r
+    return max(feed, attention) / tp + 2 * d * r + 2 * d * 4
+
+
 def _norm(shape: ModelShape, p: Precision, size: int, words: str, consumers: int) -> Iterator[Saved]:
     """A norm over the residual stream whose result ``consumers`` matrix products read (0: it is added to the stream)."""
     c, kind = p.compute_bytes, shape.family.norm

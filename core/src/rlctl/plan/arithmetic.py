@@ -135,11 +135,11 @@ def sft_lines(config: RunConfig, dp_size: int, token_ranks: int, num_rows: int |
 def _split(key: str, rows: int, dp_size: int, unit: str) -> Line:
     note = ""
     if rows % dp_size:
-        short = dp_size - rows % dp_size
-        each = rows // dp_size
-        note = f"{rows:,} is not divisible by dp {dp_size:,}: {short:,} of {dp_size:,} ranks have {each:,}"
+        short, each = dp_size - rows % dp_size, rows // dp_size
+        have = "rank has" if short == 1 else "ranks have"
+        note = f"{rows:,} is not divisible by dp {dp_size:,}: {short:,} {have} {each:,}"
         if each == 0:
-            note += " and run a padding batch of zero weight"
+            note += ", that is a padding batch of zero weight"
     return Line(key, rows_a_rank(rows, dp_size), unit, f"{rows:,} / dp {dp_size:,}", note)
 
 

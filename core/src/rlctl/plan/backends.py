@@ -106,7 +106,7 @@ def _judge(
         if found.failed:
             elsewhere = "a comparison failed here: rlctl capabilities --backend " + spec.name
         elif found.stale:
-            elsewhere = f"{found.level}, {found.reasons[0]}".replace("_", " ", 1)
+            elsewhere = f"{str(found.level).replace('_', ' ')}, {found.reasons[0]}"
     install = _install(spec, dist, state)
     choice = Choice(spec.name, spec.kind, dist, state, not reasons, tuple(reasons), evidence, elsewhere, install)
     return choice, level
@@ -137,7 +137,7 @@ def _reasons(spec: BackendSpec, needs: Needs, specs: Sequence[BackendSpec]) -> l
             out.append(f"needs {role}: {spec.name} has no {head}{_only(_with_head(specs, head, needs), spec)}")
     head = needs.heads[0] if needs.heads[0] in spec.model_types else spec.model_types[0]
     refused: set[str] = set()
-    for name, size in needs.axes.items():
+    for name, size in sorted(needs.axes.items(), key=lambda item: item[0] in _OWNER):
         if size <= (0 if name == "sp" else 1):
             continue
         cell = find_capability(spec, Axis(name), head, needs.device, needs.vendor)

@@ -292,7 +292,10 @@ def _pool(
 
     phases += _warm_start(request, layouts, engines, copies, name)
     if generates is not None:
-        decoding = [item for item in (generates.cache(), generates.logits()) if item is not None]
+        most = max(
+            (generates.prefill(), generates.logits()), key=lambda item: item.num_bytes if item is not None else 0
+        )
+        decoding = [item for item in (generates.cache(), most) if item is not None]
         phases.append(Moment("generation", (*resting(), *copies, *decoding)))
     if "ref" in here:
         phases += [_phase("scoring by the reference", m, (*resting("ref"), *copies)) for m in _fullest(here["ref"])]

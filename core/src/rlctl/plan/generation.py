@@ -11,7 +11,7 @@ from typing import Any
 
 from rlctl.catalogue_memory import RolloutPolicy
 from rlctl.config.schema import RunConfig
-from rlctl.plan.activations import Precision
+from rlctl.plan.activations import Precision, passing_bytes_a_token
 from rlctl.plan.memory import Item
 from rlctl.plan.parameters import DTYPE_BYTES, ParameterCount
 from rlctl.plan.shapes import ModelShape
@@ -112,6 +112,19 @@ class RolloutMemory:
         assert self.shape is not None, "the cache has a shape"
         plain = self.policy.shares_module and self.device == "cpu" and self._key_value_bytes() == (4, 4)
         return plain and self.config.data.max_prompt_length * self.shape.head_dim >= _SHARED_FROM
+
+    def prefill(self) -> Item | None:
+        """What one layer holds while prompts are read, a bounded number of tokens at a time."""
+        if self.shape is None or not self.policy.prefill_tokens:
+            return None
+        data = self.config.data
+        rows, n = self.rows()[0], max(1, self.config.rollout.n)
+        tokens = min(max(self.policy.prefill_tokens, data.max_prompt_length), -(-rows // n) * data.max_prompt_length)
+        own = self.precision if self.shared else Precision(self.dtype, self.dtype)
+        each = passing_bytes_a_token(self.shape, own, moe=bool(self.shape.moe_layers), tp=self.ranks)
+        return Item(
+            "prefill", "rollout", round(tokens * each), f"{tokens:,} prompt tokens x {each:,.0f} bytes of one layer"
+        )
 
     def logits(self) -> Item | None:
         """Logits of one token of every row, and their float32 probabilities."""

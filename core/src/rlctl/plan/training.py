@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlctl.plan.activations import Precision, layer_bytes_a_token
+from rlctl.plan.activations import Precision, layer_bytes_a_token, passing_bytes_a_token
 from rlctl.plan.head import HeadMemory
 from rlctl.plan.memory import Item, Load, Moment, Setting
 from rlctl.plan.parameters import DTYPE_BYTES, LayerCount, ParameterCount
@@ -294,9 +294,11 @@ class TrainMemory:
 
     def _scoring(self) -> list[Moment]:
         """A forward pass without gradients: one layer's tensors at a time, and the head's."""
-        held, kind = self._resident(), self.count.largest_layer
+        held = self._resident()
         t, d, r = self.load.tokens, self.shape.hidden_size, self.p.stream_bytes
-        one = self._item("activations", self.layer_bytes(kind), "one layer's: nothing is kept for a backward pass")
+        each = passing_bytes_a_token(self.shape, self.p, moe=bool(self.shape.moe_layers), tp=self.s.tp)
+        words = f"T {t:,} x {each:,.0f} bytes of one layer: nothing is kept for a backward pass"
+        one = self._item("activations", t * each, words)
         hidden = self._item("activations", t * d * r + self.load.scored * d * r, "the last hidden states")
         out = [
             Moment("layers", (*held, *self._whole(1, 2), one, *self._cast_weights())),
