@@ -17,27 +17,30 @@ GOLDEN = Path(__file__).parent / "golden" / "field_matrix.txt"
 YES, IF, NO, NA = Support.SUPPORTED, Support.CONDITIONAL, Support.UNSUPPORTED, Support.NOT_APPLICABLE
 
 
-def lines() -> list[str]:
-    """One line a cell of every backend whose plugin is not released: what is claimed of it, and why.
-
-    Released plugins write their own records; a test across dists keeps the catalogue equal to them.
-    """
-    out: list[str] = []
-    for entry in (e for e in catalogue.entries() if e.state is not PluginState.RELEASED):
-        for cell in entry.spec.capabilities:
-            place = cell.device if cell.vendor is None else f"{cell.device}/{cell.vendor}"
-            rule = f" [{cell.constraint}]" if cell.constraint else ""
-            key = f"{entry.spec.name} {entry.state} {cell.model_type} {place} {cell.axis}"
-            out.append(f"{key}: {cell.support}{rule}: {cell.reason}")
-    return out
-
-
 def test_every_cell_is_as_written_down():
-    # The assertions show each differing line; after a deliberate change the golden file is edited to match.
-    found, wanted = lines(), GOLDEN.read_text(encoding="utf-8").splitlines()
+    """Every backend, released ones too. After a deliberate change: python tools/update_field_matrix.py, and read the diff."""
+    found, wanted = catalogue.cell_lines(), GOLDEN.read_text(encoding="utf-8").splitlines()
     assert [x for x in found if x not in wanted] == []
     assert [x for x in wanted if x not in found] == []
     assert found == wanted
+
+
+def test_the_written_matrix_has_every_backend_head_device_and_axis():
+    written = GOLDEN.read_text(encoding="utf-8").splitlines()
+    keys = {tuple(line.partition(":")[0].split()) for line in written}
+    assert len(keys) == len(written)
+    wanted = {
+        (e.spec.name, str(e.state), str(head), d if v is None else f"{d}/{v}", str(axis))
+        for e in catalogue.entries()
+        for head in e.spec.model_types
+        for d, v in e.spec.devices
+        for axis in Axis
+    }
+    assert keys == wanted
+    assert {key[0] for key in keys} == {
+        "fsdp2", "hf", "megatron", "veomni", "vllm", "mindspeed_megatron", "mindspeed_mm", "torchtitan", "automodel",
+        "fsdp_turbo", "sglang", "tensorrt_llm",
+    }  # fmt: skip
 
 
 def cells(backend: str, axis: str, device: str = "cuda", dist: str | None = None) -> set[Support]:
@@ -53,7 +56,10 @@ def cells(backend: str, axis: str, device: str = "cuda", dist: str | None = None
 @pytest.mark.parametrize(
     ("backend", "device", "wanted"),
     [
-        ("fsdp2", "cpu", {"dp_shard": YES, "tp": NO, "pp": NO, "cp": NO, "ep": NO, "dp_replicate": YES, "usp": YES}),
+        ("fsdp2", "cpu", {"dp_shard": YES, "dp_replicate": YES, "usp": YES, "tp": NO, "pp": NO, "cp": NO, "ep": NO}),
+        ("fsdp2", "cuda", {"dp_shard": YES, "dp_replicate": YES, "usp": YES, "cp": NO, "ep": NO, "sp": NO, "dcp": NA}),
+        ("fsdp2", "npu", {"dp_shard": YES, "dp_replicate": YES, "usp": YES, "cp": NO, "ep": NO, "etp": NO, "vpp": NO}),
+        ("hf", "cpu", {"dp_replicate": YES, "tp": NO, "pp": NO, "ep": NO, "dcp": NO, "usp": NA}),
         ("vllm", "cuda", {"tp": YES, "ep": IF, "dcp": IF, "pp": NO}),
         ("vllm", "cpu", {"tp": YES, "ep": NO, "dcp": NO, "pp": NO}),
         ("megatron", "cuda", {"tp": YES, "pp": YES, "ep": YES, "cp": YES, "sp": IF, "vpp": IF, "usp": NO}),
@@ -64,11 +70,48 @@ def cells(backend: str, axis: str, device: str = "cuda", dist: str | None = None
         ("automodel", "cuda", {"tp": YES, "cp": YES, "ep": YES, "pp": NO}),
         ("fsdp_turbo", "cuda", {"ep": YES, "cp": IF, "usp": IF}),
         ("mindspeed_megatron", "npu", {"tp": YES, "pp": YES}),
+        ("sglang", "cuda", {"tp": YES, "pp": NO, "ep": IF, "dcp": NO}),
+        ("tensorrt_llm", "cuda", {"tp": YES, "pp": NO, "ep": IF, "dcp": NO}),
     ],
 )
 def test_what_is_known_of_the_field(backend, device, wanted):
     for axis, support in wanted.items():
         assert cells(backend, axis, device) == {support}, (backend, device, axis)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "axis", "rule"),
+    [
+        ("vllm", "cuda", "ep", "ep_equals_tp_times_dp"),
+        ("vllm", "cuda", "dcp", "dcp_within_tp"),
+        ("megatron", "cuda", "sp", "sp_needs_tp"),
+        ("megatron", "cuda", "vpp", "vpp_needs_pp"),
+        ("megatron", "cuda", "pp", "layers_divisible_by_stages"),
+        ("megatron", "cuda", "tp", "moe_with_tp_needs_sp"),
+        ("fsdp2", "cuda", "usp", "heads_divisible_by_usp"),
+        ("veomni", "cuda", "usp", "heads_divisible_by_usp"),
+        ("veomni", "cuda", "ep", "experts_divisible_by_ep"),
+        ("fsdp_turbo", "cuda", "cp", "cp_excludes_usp"),
+        ("fsdp_turbo", "cuda", "usp", "usp_excludes_cp"),
+    ],
+)
+def test_the_condition_of_a_cell_is_a_named_predicate(backend, device, axis, rule):
+    found = [
+        c.constraint or ""
+        for e in catalogue.entries()
+        if e.spec.name == backend
+        for c in e.spec.capabilities
+        if (c.device, c.axis) == (device, axis)
+    ]
+    assert found
+    assert all(rule in text.split(" & ") for text in found)
+
+
+def test_experts_under_fsdp_are_not_called_expert_parallel():
+    for cell in next(e.spec for e in catalogue.entries() if e.spec.name == "fsdp2").capabilities:
+        if cell.axis is Axis.EP:
+            assert cell.support is NO
+            assert "every rank runs all of them" in cell.reason
 
 
 def heads(backend: str) -> set[ModelType]:
@@ -82,6 +125,9 @@ def test_heads_and_devices_of_the_field():
     automodel = catalogue.find("automodel")
     assert automodel is not None
     assert {d for d, _ in automodel.spec.devices} == {"cuda"}
+    assert all(
+        e.install and "no rlctl plugin" in e.note for e in catalogue.entries() if e.state is PluginState.NOT_BUILT
+    )
     rollouts = {e.spec.name for e in catalogue.entries() if e.spec.kind is BackendKind.ROLLOUT}
     assert rollouts == {"hf", "vllm", "sglang", "tensorrt_llm"}
 

@@ -89,6 +89,21 @@ def installable(kind: BackendKind | None = None) -> list[CatalogueEntry]:
     return list(first.values())
 
 
+def cell_lines() -> list[str]:
+    """The matrix of the field as text, one cell a line: backend, state, head, place, axis, support, constraint, reason.
+
+    A test compares it with a committed file, so that no cell changes unseen.
+    """
+    out: list[str] = []
+    for entry in entries():
+        for cell in entry.spec.capabilities:
+            place = cell.device if cell.vendor is None else f"{cell.device}/{cell.vendor}"
+            rule = f" [{cell.constraint}]" if cell.constraint else ""
+            key = f"{entry.spec.name} {entry.state} {cell.model_type} {place} {cell.axis}"
+            out.append(f"{key}: {cell.support}{rule}: {cell.reason}")
+    return out
+
+
 def dump(owned: Iterable[tuple[str, BackendSpec]]) -> str:
     """The text of ``first_party.json`` for (dist, record) pairs: one capability a line, so that a diff can be read."""
     from rlctl.codec import spec_to_json
