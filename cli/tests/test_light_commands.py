@@ -97,6 +97,30 @@ def test_capabilities_text_shows_the_matrix_and_the_reasons(site):
     assert "Traceback" not in wrong.stderr
 
 
+def test_capabilities_show_an_installed_backend_in_one_table(site):
+    cells = (
+        "tuple(Capability(Axis.DP_SHARD, Support.SUPPORTED, 'shards', device=d) for d in ('cpu', 'cuda'))"
+        " + (Capability(Axis.TP, Support.SUPPORTED, 'splits', device='cpu'),"
+        " Capability(Axis.TP, Support.UNSUPPORTED, 'no kernel; take megatron', device='cuda'))"
+    )
+    site.add_backend("mine", capabilities=cells, devices="(('cpu', None), ('cuda', None))")
+    folder = site.root / "data" / "evidence"
+    folder.mkdir(parents=True)
+    record = {
+        "backend": "mine", "model_type": "language_model", "device": "cpu", "vendor": None, "axes": {"dp_shard": 2},
+        "level": "parity", "model_family": "llama", "what": "w", "versions": {}, "world_size": 2, "deltas": {}, "date": "d",
+    }  # fmt: skip
+    (folder / "one.json").write_text(json.dumps(record))
+    lines = [" ".join(line.split()) for line in rlctl(site, "capabilities").stdout.splitlines()]
+    assert lines.count("mine (rlctl-mine): language_model on cpu, cuda") == 1
+    assert "dp_shard supported parity on cpu; stale on cuda shards" in lines
+    assert "tp supported on cpu declared splits" in lines
+    assert "tp unsupported on cuda no kernel; take megatron" in lines
+    assert [line for line in lines if "language_model on" in line] == ["mine (rlctl-mine): language_model on cpu, cuda"]
+    in_full = rlctl(site, "capabilities", "--backend", "mine").stdout
+    assert in_full.count("mine (rlctl-mine): language_model on") == 2
+
+
 def test_capabilities_show_evidence_and_name_broken_records(site):
     site.add_backend("mine")
     folder = site.root / "data" / "evidence"

@@ -60,15 +60,17 @@ def capabilities(backends: tuple[str, ...], device: str | None, as_json: bool) -
     from rlctl_cli.output import console
 
     out = console()
-    if not backends:
-        _print_overview(cells, out)
-    for group in _groups(cells, _all_facts):
-        if backends or group.cells[0].state in ("installed", "broken"):
+    if backends:
+        for group in _groups(cells, _all_facts):
             _print_group(group, out)
+    else:
+        _print_overview(cells, out)
+        here = [c for c in cells if c.state in ("installed", "broken")]
+        for key in dict.fromkeys((c.backend, c.dist) for c in here):
+            _print_merged([c for c in here if (c.backend, c.dist) == key], out)
+        click.echo("Other backends, and every record of evidence: rlctl capabilities --backend NAME")
     for problem in book.problems:
         click.echo(f"evidence left out: {problem}", err=True)
-    if not backends:
-        click.echo("Reasons of the others: rlctl capabilities --backend NAME")
 
 
 def _groups(cells: Sequence[Cell], facts: Callable[[Sequence[Cell]], str]) -> list[Group]:
@@ -151,6 +153,47 @@ def _print_group(group: Group, out: Console) -> None:
         table.add_row(str(cell.axis), support, Text(_evidence(cell)), Text(cell.reason))
     out.print(table)
     out.print()
+
+
+def _print_merged(cells: Sequence[Cell], out: Console) -> None:
+    """One backend in one table: heads and devices that say the same of an axis share a line."""
+    from rich.table import Table
+    from rich.text import Text
+
+    first = cells[0]
+    state = f", {_STATE[first.state]}" if _STATE[first.state] else ""
+    heads, places = _join(c.model_type for c in cells), _join(_place([c]) for c in cells)
+    out.print(Text(f"{first.backend} ({first.dist or 'no plugin'}{state}): {heads} on {places}", style="bold"))
+    table = Table("axis", "support", "proved", "reason", box=None, pad_edge=False, header_style="dim")
+    for axis in dict.fromkeys(c.axis for c in cells):
+        same: dict[tuple[str, str], list[Cell]] = {}
+        for cell in cells:
+            if cell.axis is axis:
+                same.setdefault((cell.support, cell.reason), []).append(cell)
+        for (support, reason), group in same.items():
+            where = "" if len(same) == 1 else f" on {_join(_place([c]) for c in group)}"
+            words = Text(support.replace("_", " ") + where, style=_STYLE[support])
+            table.add_row(str(axis), words, Text(_proofs(group)), Text(reason))
+    out.print(table)
+    out.print()
+
+
+def _proofs(cells: Sequence[Cell]) -> str:
+    """``parity on cpu; stale on cuda, npu``: what holds here of the axis, by device."""
+    if cells[0].support not in ("supported", "conditional"):
+        return ""
+    by_word: dict[str, list[str]] = {}
+    for cell in cells:
+        proved = cell.evidence.level in _PROVED
+        word = str(cell.evidence.level).replace("_", " ")
+        if cell.evidence.failed:
+            word = "failed"
+        elif proved and cell.evidence.stale:
+            word = "stale"
+        by_word.setdefault(word, []).append(_place([cell]))
+    if len(by_word) == 1:
+        return next(iter(by_word))
+    return "; ".join(f"{word} on {_join(places)}" for word, places in by_word.items())
 
 
 def _evidence(cell: Cell) -> str:
