@@ -91,7 +91,7 @@ CASES: dict[str, Case] = {
     "hangs in backward": Case(
         Fault(FaultKind.HANG, 1, phase="backward", occurrence=2),
         (
-            "rank 1 (dp_shard 1) of pool main hangs during backward: no progress for 8 s; rank 0 waits in a collective",
+            "rank 1 (dp_shard 1) of pool main hangs during backward: no progress for 8 s; rank 0 ",
             "the call: train_batch of actor with 6 rows",
             "rank 0 (dp_shard 0), dp rank 0 of 2: ",
             "rank 1 (dp_shard 1), dp rank 1 of 2: backward (micro-batch 2 of 3: 1 row, ",
@@ -115,9 +115,21 @@ CASES: dict[str, Case] = {
 }
 
 
-def boots(count: int = 2) -> list[Boot]:
+def boots(count: int = 2, device: str = "cpu") -> list[Boot]:
     """One pool on one host."""
-    return [Boot(rank=i, world_size=count, local_rank=i, local_world_size=count, num_threads=1) for i in range(count)]
+    vendor = "nvidia" if device == "cuda" else None
+    return [
+        Boot(
+            rank=i,
+            world_size=count,
+            local_rank=i,
+            local_world_size=count,
+            num_threads=1,
+            device=device,
+            vendor=vendor,
+        )
+        for i in range(count)
+    ]
 
 
 def batch(rows: int = 6) -> PackedBatch:
@@ -163,11 +175,11 @@ def build_rollout(group: WorkerGroup) -> RemoteEngine:
     return RemoteEngine.build(group, BuildSpec("rollout", "rollout", "hf", MODEL, HFRolloutConfig().model_dump(), axes))
 
 
-def run_case(case: Case, make_transport: MakeTransport, scratch: Path) -> RlctlError:
+def run_case(case: Case, make_transport: MakeTransport, scratch: Path, device: str = "cpu") -> RlctlError:
     """Start, run into the fault, check the end; see the module."""
     limits = Limits(start_s=120.0, hang_s=HANG_S if case.hangs else 120.0, grace_s=3.0, close_s=10.0)
     transport = make_transport(fault_env(fault_site(scratch), case.fault))
-    group = WorkerGroup("main", transport, boots(), Worker, limits)
+    group = WorkerGroup("main", transport, boots(device=device), Worker, limits)
     group.start()
     pids = [hello.pid for hello in group.hellos]
     try:

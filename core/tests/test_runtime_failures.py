@@ -102,7 +102,7 @@ def test_a_hang_ends_by_its_limit_with_every_stack() -> None:
     error, _, took = failing("hang", Limits(60, hang_s=3, grace_s=1, close_s=1))
     assert 3 <= took < ENDS_WITHIN_S
     text = str(error)
-    assert "hang during backward: no progress for 3 s" in error.what or "hang during waiting" in error.what
+    assert error.what == "rank 0, rank 1 of pool main hang during waiting: no progress for 3 s"
     assert f"rank 1: {BACKWARD}" in text
     assert "rank 0: waiting (mini-batch of this rank: 3 rows, 120 tokens)" in text
     assert "stack of rank 1:" in text
@@ -243,6 +243,14 @@ def test_the_rank_outside_the_collective_is_the_one_that_hangs() -> None:
     )
     every = hang_error(Ranks("main", {}, statuses), [0, 1, 2], 5, dict.fromkeys(range(3), collective), "train_batch")
     assert every.what.startswith("rank 0, rank 1, rank 2 of pool main hang during reduce")
+
+
+def test_where_collectives_run_beside_the_program_the_rank_behind_is_the_one_that_hangs() -> None:
+    statuses = [Status("forward and backward", {"micro_batch": 3}), Status("backward", {"micro_batch": 2})]
+    error = hang_error(Ranks("main", {}, statuses), [0, 1], 8, dict.fromkeys((0, 1), ""), "train_batch")
+    assert error.what == "rank 1 of pool main hangs during backward: no progress for 8 s; rank 0 is further on"
+    alike = hang_error(Ranks("main", {}, [statuses[0]] * 2), [0, 1], 8, {}, "train_batch")
+    assert alike.what.startswith("rank 0, rank 1 of pool main hang during forward and backward: no progress")
 
 
 def test_an_error_record_keeps_what_the_phase_was() -> None:

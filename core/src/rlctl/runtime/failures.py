@@ -183,16 +183,14 @@ def hang_error(
     ranks: Ranks, silent: Sequence[int], limit_s: float, stacks: Mapping[int, str], doing: str
 ) -> WorkerError:
     """The exception for ranks that have said nothing for ``limit_s`` while a call waits for them."""
-    waiting = [r for r in silent if r in stacks and waits_for_others(stacks[r])]
-    stuck = [r for r in silent if r not in waiting] or list(silent)
-    waiting = [r for r in waiting if r not in stuck]
+    stuck, others = _stuck(ranks, silent, stacks)
+    waiting = [r for r in silent if r not in stuck]
     details = [f"the call: {doing}", *ranks.states()]
     for rank in [*stuck, *waiting]:
         if rank in stacks:
             details += [f"stack of {ranks.name(rank)}:", *(f"  {line}" for line in stacks[rank].splitlines())]
     first = ranks.statuses[stuck[0]]
     names = ", ".join(map(ranks.name, stuck))
-    others = f"; {_listed(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in a collective" if waiting else ""
     return WorkerError(
         f"{names} of pool {ranks.pool} {'hangs' if len(stuck) == 1 else 'hang'}"
         f"{f' during {first.phase}' if first is not None else ''}: no progress for {limit_s:g} s{others}",
@@ -203,6 +201,22 @@ def hang_error(
         next=f"read the stack of {_listed(stuck)} above; runtime.hang_timeout_s sets the limit",
         details=details,
     )
+
+
+def _stuck(ranks: Ranks, silent: Sequence[int], stacks: Mapping[int, str]) -> tuple[list[int], str]:
+    """The ranks that keep the others, and words for the others; all of them and no words where that does not show."""
+    waiting = [r for r in silent if r in stacks and waits_for_others(stacks[r])]
+    if 0 < len(waiting) < len(silent):
+        words = f"; {_listed(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in a collective"
+        return [r for r in silent if r not in waiting], words
+    # Where collectives run beside the program (on a GPU) a rank waits for them somewhere behind: who is behind is stuck.
+    statuses = {r: s for r in silent if (s := ranks.statuses[r]) is not None and "micro_batch" in s.detail}
+    if len(statuses) == len(silent):
+        at = {r: int(s.detail["micro_batch"]) for r, s in statuses.items()}
+        ahead = [r for r in silent if at[r] > min(at.values())]
+        words = f"; {_listed(ahead)} {'is' if len(ahead) == 1 else 'are'} further on" if ahead else ""
+        return [r for r in silent if r not in ahead], words
+    return list(silent), ""
 
 
 def waits_for_others(stack: str) -> bool:

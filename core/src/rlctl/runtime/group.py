@@ -100,7 +100,9 @@ class WorkerGroup:
         Raises:
             EngineError: the mesh that the ranks report cannot be dispatched over.
         """
-        built: list[Built] = self.call("build", spec)
+        # Imports and weights that are read say nothing while they go on.
+        limit = max(self.limits.start_s, self.limits.hang_s)
+        built: list[Built] = self._run("build", [(spec,)] * self.world_size, doing="build", hang_s=limit)
         places = [b.place for b in built]
         check_places(places)
         # Messages name a rank by the longest mesh that it is part of; engines of one pool mostly have the same.
