@@ -86,7 +86,7 @@ class Clock:
 
 
 def measure(batches: Sequence[PackedBatch], world_size: int, tp: int, steps: int) -> dict[str, float]:
-    """Medians over ``steps`` steps, in milliseconds."""
+    """Medians over ``steps`` steps, in milliseconds; ``best_step_ms`` is the quickest one, with the caches to itself."""
     actor, transport = actor_on(world_size, tp)
     clock = Clock(transport)
     seen: dict[str, list[float]] = {name: [] for name in ("score", "update", "step", "generate", "packing")}
@@ -106,7 +106,8 @@ def measure(batches: Sequence[PackedBatch], world_size: int, tp: int, steps: int
             for name, value in zip(seen, (score, update, score + update, generate, packing), strict=True):
                 seen[name].append(value)
         gc.collect()
-    return {"dp": world_size // tp, "tp": tp} | {f"{k}_ms": round(statistics.median(v), 1) for k, v in seen.items()}
+    medians = {f"{name}_ms": round(statistics.median(values), 1) for name, values in seen.items()}
+    return {"dp": world_size // tp, "tp": tp, **medians, "best_step_ms": round(min(seen["step"]), 1)}
 
 
 def main() -> None:

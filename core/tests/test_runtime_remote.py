@@ -204,8 +204,8 @@ def test_operations_of_a_step_do_not_grow_with_the_rows() -> None:
     # A field costs one, whatever the number of ranks: the mini-batch is a view of the batch.
     assert one_step(8, 128, more_fields=5)[0].total <= base.total + 5
     doubled, _ = one_step(16, 128)
-    # A rank costs one: its answer, which the simulation cuts from a longer tensor.
-    assert doubled.total - base.total <= 8 * 1
+    # A rank costs two: its answer is cut from a longer tensor by the simulation, and read.
+    assert doubled.total - base.total <= 8 * 2
     assert base.total < 200
 
 

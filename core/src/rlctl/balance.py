@@ -99,10 +99,14 @@ def split_rows(
     by_tokens = lambda: [sorted(_leaves(tree)) for _, tree in sets]
     if groups is None:
         return in_order() if plain <= sets[0][0] else by_tokens()
+    candidates = [(plain, in_order), (sets[0][0], by_tokens)]
     by_groups = _by_groups(lengths, groups, num_parts)
-    candidates = [(plain, in_order), (sets[0][0], by_tokens), (_longest(lengths, by_groups), lambda: by_groups)]
+    if by_groups is not None:
+        candidates.append((_longest(lengths, by_groups), lambda: by_groups))
     limit = min(most for most, _ in candidates) * (1 + SLACK)
     fitting = [(most, make()) for most, make in candidates if most <= limit]
+    if len(fitting) == 1:
+        return fitting[0][1]
     return min(fitting, key=lambda found: (num_pieces(groups, found[1]), found[0]))[1]
 
 
@@ -111,9 +115,10 @@ def num_pieces(groups: Sequence[Hashable], parts: Iterable[Iterable[int]]) -> in
     return sum(len(set(map(groups.__getitem__, part))) for part in parts)
 
 
-def _by_groups(lengths: Sequence[int], groups: Sequence[Hashable], num_parts: int) -> list[list[int]]:
+def _by_groups(lengths: Sequence[int], groups: Sequence[Hashable], num_parts: int) -> list[list[int]] | None:
     """Whole groups of the commonest size balanced over the parts, as many as every part has room for; the rest of the
-    rows fill up, in order of their groups, the shortest consecutive piece to the part that is longest so far."""
+    rows fill up, in order of their groups, the shortest consecutive piece to the part that is longest so far. None where
+    no part has room for a group."""
     members: dict[Hashable, list[int]] = {}
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)
@@ -121,10 +126,12 @@ def _by_groups(lengths: Sequence[int], groups: Sequence[Hashable], num_parts: in
     common = Counter(map(len, members.values())).most_common(1)[0][0] if members else 1
     whole = [rows for rows in members.values() if len(rows) == common]
     each = min(len(whole) // num_parts, sizes[-1] // common)
+    if each == 0:
+        return None
     whole = whole[: each * num_parts]
     tokens = lambda rows: sum(map(lengths.__getitem__, rows))
     totals = [tokens(rows) for rows in whole]
-    dealt = karmarkar_karp(totals, num_parts, equal_size=True) if whole else [[]] * num_parts
+    dealt = karmarkar_karp(totals, num_parts, equal_size=True)
     parts = [[row for i in part for row in whole[i]] for part in dealt]
     taken = {row for rows in whole for row in rows}
     rest = [row for rows in members.values() for row in rows if row not in taken]

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from rlctl.batch import PackedBatch
@@ -42,9 +43,7 @@ def item_weights(
     mode = LossAggMode(mode)
     mask = batch.items["loss_mask"].bool()
     row_weight = batch.rows.get("row_weight", torch.ones(batch.num_rows)).double()
-    scored = torch.zeros(len(mask) + 1, dtype=torch.int32)
-    torch.cumsum(mask, 0, dtype=torch.int32, out=scored[1:])
-    per_row = scored[batch.cu_seqlens].diff().double()
+    per_row = _count(mask, batch.cu_seqlens).double()
     has_items = (per_row > 0).double()
     counts = [float((per_row * row_weight).sum()), float((has_items * row_weight).sum())]
     num_tokens, num_rows = reduce(counts, "sum") if reduce is not None else counts
@@ -64,3 +63,13 @@ def item_weights(
     values = weights.numpy()
     values *= mask.numpy()
     return weights
+
+
+def _count(mask: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """``[R]`` how many items of each row are in ``mask`` ``[N]``."""
+    if len(mask) == 0:
+        return torch.zeros(len(cu_seqlens) - 1)
+    starts = cu_seqlens[:-1].clamp(max=len(mask) - 1).numpy()
+    counts = torch.from_numpy(np.add.reduceat(mask.numpy().view(np.uint8), starts, dtype=np.int32))
+    # Of a row without items reduceat gives the item at its start.
+    return counts.where(cu_seqlens.diff() > 0, 0)

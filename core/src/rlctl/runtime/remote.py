@@ -132,18 +132,9 @@ class RemoteEngine:
         outputs = self.group.call_nd("infer_batch", self.places, arguments, doing=self._doing("infer_batch", batch))
         for dp_rank, (part, out) in enumerate(zip(parts, outputs, strict=True)):
             self._check_scores(dp_rank, part.num_items, want, out)
-        order = [row for rows in indices for row in rows]
-        result: dict[str, torch.Tensor] = {}
-        for name in want:
-            # Parts without rows were padding.
-            found = [out[name] for out, rows in zip(outputs, indices, strict=True) if rows]
-            scores = torch.cat(found) if found else torch.zeros(0)
-            if order != list(range(batch.num_rows)):
-                lengths = batch.lengths
-                pieces = scores.split([lengths[row] for row in order])
-                scores = torch.cat(restore_order([order], [pieces], batch.num_rows))
-            result[name] = scores
-        return result
+        if self.dp_size == 1:
+            return {name: outputs[0][name] for name in want}
+        return {name: batch.merge(indices, [out[name] for out in outputs]) for name in want}
 
     def _check_scores(self, dp_rank: int, num_items: int, want: Sequence[str], out: Mapping[str, torch.Tensor]) -> None:
         for name in want:
