@@ -6,14 +6,15 @@ BIN := $(VENV)/bin
 SOURCES := core cli plugins/fsdp
 DISTS := core/pyproject.toml cli/pyproject.toml plugins/fsdp/pyproject.toml
 
-.PHONY: evidence quickstart test test-backends lint bench bench-quickstart smollm2 docs-check clean help
+.PHONY: evidence quickstart test test-backends lint bench bench-controller bench-quickstart smollm2 docs-check clean help
 
 help:
 	@echo "make quickstart        install and train the quickstart recipe, then write its report"
 	@echo "make test              install and run every test of the base environment"
 	@echo "make lint              ruff and pyright"
 	@echo "make bench-quickstart  the quickstart with three seeds"
-	@echo "make bench             the same GRPO work here and in TRL (installs TRL in an environment of its own)"
+	@echo "make bench-controller  what the controller costs a step with 1,024 simulated ranks"
+	@echo "make bench             that, and the same GRPO work here and in TRL (installs TRL in an environment of its own)"
 
 # torch first and by itself: a later package must not choose its build.
 $(VENV)/.run: $(DISTS) constraints/base.txt
@@ -62,6 +63,11 @@ $(VENV)/.trl: $(VENV)/.run
 	.venvs/trl/bin/pip install -q $(PIP_ARGS) transformers==5.24.0 trl==1.16.0 datasets==5.2.0 accelerate==1.15.0
 	@touch $@
 
-bench: $(VENV)/.trl smollm2
+# The simulated ranks are part of the testing extra.
+bench-controller: $(VENV)/.dev
+	$(BIN)/python bench/controller_cost.py
+	$(BIN)/python bench/group_split.py
+
+bench: bench-controller $(VENV)/.trl smollm2
 	$(BIN)/python bench/compare.py quickstart
 	$(BIN)/python bench/compare.py smollm2

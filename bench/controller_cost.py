@@ -125,13 +125,11 @@ def main() -> None:
     if args.json:
         print(json.dumps({"schema": 1, "ranks": args.ranks, "rows": args.rows, "tokens": tokens, "cases": found}))
         return
-    print(
-        f"controller, {args.ranks} simulated ranks, {args.rows} rows, {tokens} tokens, one thread, median milliseconds"
-    )
-    print(f"{'dp':>6}{'tp':>4}{'score':>9}{'update':>9}{'a step':>9}{'generate':>10}{'packing':>9}")
+    print(f"controller, {args.ranks} simulated ranks, {args.rows} rows, {tokens} tokens: milliseconds of one core")
+    columns = {"dp": 6, "tp": 4, "score": 9, "update": 9, "step": 9, "best_step": 11, "generate": 10, "packing": 9}
+    print("".join(f"{name.replace('_', ' '):>{width}}" for name, width in columns.items()))
     for case in found:
-        values = "".join(f"{case[f'{k}_ms']:>{w}.1f}" for k, w in (("score", 9), ("update", 9), ("step", 9)))
-        print(f"{case['dp']:>6}{case['tp']:>4}{values}{case['generate_ms']:>10.1f}{case['packing_ms']:>9.1f}")
+        print("".join(f"{case.get(f'{key}_ms', case.get(key)):>{width}}" for key, width in columns.items()))
 
 
 if __name__ == "__main__":
