@@ -19,7 +19,7 @@ _DENSE = 16_384
 
 SLACK = 0.05
 """How much longer than the best balance the longest part may become so that groups of rows stay whole: what an engine
-loses that does not compute a shared prompt once. One that does saves more (docs/parallel.md has figures)."""
+loses that does not compute a shared prompt once. One that does saves more (docs/benchmarks.md has figures)."""
 
 _Partition = list[tuple[int, Any]]
 """k (sum, items) in descending order of sum; the items as a tree of pairs, None where there is none."""
