@@ -160,7 +160,7 @@ FAULTS: dict[str, tuple[tuple[int, int, int], Fault]] = {
 
 def _fault_case(sizes: tuple[int, int, int]) -> Case:
     return replace(
-        draw_on(sizes, 7), family="llama", loss="nll", mode="token-mean", calls=1, clip=0.0, settings=(),
+        draw_on(sizes, 7, "llama"), loss="nll", mode="token-mean", calls=1, clip=0.0, settings=(),
         lengths=(9, 5, 14, 9, 6, 11), prompts=(-1,) * 6, max_rows=3, max_tokens=None,
         owner=tuple(i % (sizes[0] * sizes[1]) for i in range(6)),
     )  # fmt: skip

@@ -46,6 +46,7 @@ NAMED: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 }  # fmt: skip
 NAMED_OF_TWO: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "usp-two": ((1, 1, 2), {"family": "llama-tied", "split": "even", "loss": "ppo", "prompts": True}),
+    "usp-two-bfloat16": ((1, 1, 2), {"family": "qwen3", "split": "even", "engine": {"param_dtype": "bfloat16"}}),
     "replicas-two": ((2, 1, 1), {"family": "llama-tied", "split": "uneven"}),
 }
 

@@ -117,7 +117,7 @@ def test_axes_random_cases_equal_one_process(group, world) -> None:
                 axes=axes,
                 world_size=world,
                 device=device,
-                model_family="llama" if any("llama" in f for f in families) else sorted(families)[0],
+                model_family=FAMILIES[sorted(families)[0]]["model_type"],
                 what=f"random rows, masks, micro-batches, calls and losses of {', '.join(sorted(families))} on {world} "
                 "ranks against one process, float32, one step that is linear in the gradient",
                 deltas={f"{k}_relative": v for k, v in deltas.items()},
@@ -127,7 +127,7 @@ def test_axes_random_cases_equal_one_process(group, world) -> None:
 def test_axes_random_cases_are_enough_and_of_every_kind() -> None:
     assert RANDOM_CASES[4] >= 60, "in one process group"
     cases = [draw(n, world) for world, count in RANDOM_CASES.items() for n in range(count)]
-    assert {c.family for c in cases} == set(FAMILIES)
+    assert {c.family for c in cases if c.sizes[2] > 1} == set(FAMILIES), "every family is cut into slices"
     assert {c.loss for c in cases} == set(LOSSES)
     assert {c.calls for c in cases} == {1, 2}
     assert {c.max_rows is None for c in cases} == {True, False}

@@ -129,9 +129,9 @@ def _subgroup(rows: torch.Tensor, timeout_s: float) -> dist.ProcessGroup:
 
 
 def leave(place: Place) -> None:
-    """Destroy the process group if it was made here."""
+    """Let go of the groups of the grid, and destroy the process group if it was made here."""
+    _grid.cache_clear()
     if place.owns_group and dist.is_initialized():
-        _grid.cache_clear()
         dist.destroy_process_group()
 
 
