@@ -26,8 +26,10 @@ QUANTITIES: Mapping[str, str] = {
     "entropy": "nats, any scored token, before and after training",
     "experts": "share of expert choices that differ",
     "expert_tokens": "tokens of one expert, largest difference",
-    "loss": "relative to the sum of its absolute terms, any step and weighting",
-    "grad_norm": "relative, any step",
+    "loss": "relative to the sum of its absolute terms, any weighting, any step but AdamW's later ones",
+    "grad_norm": "relative, any step but AdamW's later ones",
+    "loss_adamw": "relative to the sum of its absolute terms, steps that follow an AdamW step",
+    "grad_norm_adamw": "relative, steps that follow an AdamW step",
     "gradients": "relative to the largest element of that weight's gradient",
     "weights": "after the SGD steps, relative to the largest movement of that weight",
     "weights_adamw": "after the AdamW steps, in units of what the gradients' tolerance justifies",
@@ -47,12 +49,14 @@ FLOAT32_TOLERANCES: Mapping[str, float] = {
     "expert_tokens": 0.0,
     "loss": 1e-5,
     "grad_norm": 1e-5,
+    "loss_adamw": 1e-5,
+    "grad_norm_adamw": 1e-5,
     "gradients": 2e-5,
     "weights": 5e-5,
     "weights_adamw": 1.0,
     "checkpoint": 1e-6,
 }
-"""Tolerances of a computation in float32."""
+"""Tolerances of a computation in float32. Those of ``*_adamw`` are worked out for each model, and this is their least."""
 
 
 @dataclass(frozen=True)

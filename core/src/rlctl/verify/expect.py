@@ -26,6 +26,8 @@ from rlctl.verify.reference_updates import Rule
 
 ADAMW_GROWTH = 4.0
 """The gradients of later steps start from weights that already differ by what AdamW made of the first one's error."""
+SHAKEN_MARGIN = 2.0
+"""Loss and grad norm after AdamW: so many times what they move when gradients are off by their tolerance at random."""
 COARSE_MARGIN = 4.0
 """A tolerance in low precision: so many times what the reference itself moves when it is computed in that precision."""
 
@@ -96,6 +98,7 @@ def expect(
             if model is not None:
                 both.append(_run(model, plans, rules, batches, allowed, scratch / name))
         scores, losses, runs = both[0]
+        tolerances |= _after_adamw(exact, plans, rules, batches, runs, tolerances)
         if coarse is not None:
             tolerances = _widened(tolerances, both[0], both[1], directory, plans)
     return Expected(
@@ -135,6 +138,26 @@ def _run(
     return scores, losses, runs
 
 
+def _after_adamw(
+    model: Reference,
+    plans: Sequence[RunPlan],
+    rules: Mapping[str, Rule],
+    batches: Sequence[Sequence[Sample]],
+    runs: Mapping[str, Run],
+    tolerances: Mapping[str, float],
+) -> dict[str, float]:
+    """Tolerances of loss and grad norm once AdamW has made steps of gradients that were off by their tolerance."""
+    deltas = Deltas()
+    for plan in (p for p in plans if p.rule == "adamw"):
+        allowed = (tolerances["gradients"], OVERALL * tolerances["gradients"])
+        for seed in range(2):
+            shaken = model.shaken(batches, plan.objective, rules[plan.name], allowed, seed)
+            for found, wanted in list(zip(shaken, runs[plan.name].steps, strict=True))[1:]:
+                deltas.note("loss_adamw", abs(found.loss - wanted.loss) / wanted.scale)
+                deltas.note("grad_norm_adamw", compare.relative(found.grad_norm, wanted.grad_norm))
+    return {q: max(tolerances[q], SHAKEN_MARGIN * d.value) for q, d in deltas.found.items()}
+
+
 def _coarse_gradients(
     exact: Reference, coarse: Reference, samples: Sequence[Sample], plans: Sequence[RunPlan], scratch: Path
 ) -> float:
@@ -165,9 +188,10 @@ def _widened(
         deltas.note("loss", abs(coarse[1][key][0] - loss) / scale)
     for plan in plans:
         found, wanted = coarse[2][plan.name], exact[2][plan.name]
-        for a, b in zip(found.steps, wanted.steps, strict=True):
-            deltas.note("loss", abs(a.loss - b.loss) / b.scale)
-            deltas.note("grad_norm", compare.relative(a.grad_norm, b.grad_norm))
+        for number, (a, b) in enumerate(zip(found.steps, wanted.steps, strict=True)):
+            later = "_adamw" if plan.rule == "adamw" and number else ""
+            deltas.note(f"loss{later}", abs(a.loss - b.loss) / b.scale)
+            deltas.note(f"grad_norm{later}", compare.relative(a.grad_norm, b.grad_norm))
         with Tensors(directory) as start, Tensors(found.weights) as mine, Tensors(wanted.weights) as theirs:
             export = ((n, mine[n]) for n in mine.names)
             if wanted.bound is None:

@@ -178,8 +178,9 @@ def _train(
             engine.save_state(state)
         ended = step(number)
         when = f"{plan.name}, step {number + 1}"
-        deltas.note("loss", abs(ended[0] - wanted.loss) / wanted.scale, when)
-        deltas.note("grad_norm", compare.relative(ended[1], wanted.grad_norm), when)
+        later = "_adamw" if plan.rule == "adamw" and number else ""
+        deltas.note(f"loss{later}", abs(ended[0] - wanted.loss) / wanted.scale, when)
+        deltas.note(f"grad_norm{later}", compare.relative(ended[1], wanted.grad_norm), when)
         if number == 0 and plan.rule == "sgd":
             with Tensors(expected.directory) as start, Tensors(run.gradient) as gradient:
                 compare.compare_gradients(deltas, exported(engine), start, gradient, rule.lr, plan.name)

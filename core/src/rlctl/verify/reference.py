@@ -9,7 +9,7 @@ Shapes: T tokens of a row, V vocabulary, E experts, K experts a token, L layers 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -229,34 +229,64 @@ class Reference:
                 gradient, and to the largest of all; the larger counts. It becomes ``Run.bound``.
             into: directory for the tensors.
         """
-        self.reset()
-        moments = {n: (torch.zeros_like(w), torch.zeros_like(w)) for n, w in self.weights.items()}
         bound: Tensors = {n: torch.zeros_like(w) for n, w in self.weights.items()}
-        steps = []
-        for number, samples in enumerate(batches, 1):
-            loss, scale = self._gradient(samples, objective)
-            norm = _norm(self._grads)
-            steps.append(Step(loss, scale, norm))
-            if number == 1:
+        steps: list[Step] = []
+        for step in self._steps(batches, objective, rule, gradient_tolerance, bound, None):
+            if not steps:
                 self.save_gradient(into / "gradient")
-            factor = rule.clip / (norm + 1e-6) if 0 < rule.clip < norm else 1.0
-            largest = max(float(g.abs().max()) for g in self._grads.values())
-            for name, parameter in self.model.named_parameters():
-                grad = self._grads[name] * factor
-                if rule.name == "sgd":
-                    self.weights[name] -= (rule.lr * grad).float()
-                else:
-                    own, overall = gradient_tolerance
-                    off = max(own * float(grad.abs().max()), overall * largest * factor)
-                    adamw_step(self.weights[name], grad, moments[name], rule, number, bound[name], off)
-                with torch.no_grad():
-                    parameter.copy_(self.weights[name])
+            steps.append(step)
         self._save(self.weights, into / "weights")
         if rule.name == "adamw":
             self._save(bound, into / "bound")
         scores = self.scores(batches[0], objective.temperature)
         has_bound = into / "bound" if rule.name == "adamw" else None
         return Run(steps, into / "gradient", into / "weights", has_bound, scores)
+
+    def shaken(
+        self,
+        batches: Sequence[Sequence[Sample]],
+        objective: Objective,
+        rule: Rule,
+        gradient_tolerance: tuple[float, float],
+        seed: int = 0,
+    ) -> list[Step]:
+        """The steps of :meth:`run` when every gradient is off by as much as it may be: how far that alone goes."""
+        bound: Tensors = {n: torch.zeros_like(w) for n, w in self.weights.items()}
+        noise = torch.Generator().manual_seed(seed)
+        return list(self._steps(batches, objective, rule, gradient_tolerance, bound, noise))
+
+    def _steps(
+        self,
+        batches: Sequence[Sequence[Sample]],
+        objective: Objective,
+        rule: Rule,
+        gradient_tolerance: tuple[float, float],
+        bound: Tensors,
+        noise: torch.Generator | None,
+    ) -> Iterator[Step]:
+        """Yields each step before its update is made, when the gradients are those of the step."""
+        self.reset()
+        moments = {n: (torch.zeros_like(w), torch.zeros_like(w)) for n, w in self.weights.items()}
+        own, overall = gradient_tolerance
+        for number, samples in enumerate(batches, 1):
+            loss, scale = self._gradient(samples, objective)
+            norm = _norm(self._grads)
+            yield Step(loss, scale, norm)
+            factor = rule.clip / (norm + 1e-6) if 0 < rule.clip < norm else 1.0
+            largest = max(float(g.abs().max()) for g in self._grads.values())
+            for name, parameter in self.model.named_parameters():
+                grad = self._grads[name] * factor
+                off = max(own * float(grad.abs().max()), overall * largest * factor)
+                if noise is not None:
+                    # What no token reaches has a gradient of exactly zero, wherever it is computed.
+                    shake = (2 * torch.rand(grad.shape, generator=noise, dtype=grad.dtype) - 1).to(grad.device)
+                    grad += off * shake * (grad != 0)
+                if rule.name == "sgd":
+                    self.weights[name] -= (rule.lr * grad).float()
+                else:
+                    adamw_step(self.weights[name], grad, moments[name], rule, number, bound[name], off)
+                with torch.no_grad():
+                    parameter.copy_(self.weights[name])
 
     def save_gradient(self, directory: Path) -> None:
         """Write the gradient that was computed last."""
