@@ -15,6 +15,8 @@ from pathlib import Path
 
 from rlctl.runtime.processes import GUARD, kill_group, kill_marked
 
+_SOON_MS = 2000
+
 
 def start_guard(parent: int, marker: str, scratch: str) -> None:
     """Fork the guard of this process. Call it before there are threads. Nothing happens where the system has no pidfd.
@@ -56,6 +58,8 @@ def _watch(controller: int, own: int, rank: int, marker: str, scratch: str) -> N
     poll.register(own, select.POLLIN)
     poll.poll()
     kill_group(rank)
-    if controller in {number for number, _ in poll.poll(0)}:
+    poll.unregister(own)
+    # Whoever ends both may have begun with the rank.
+    if poll.poll(_SOON_MS):
         shutil.rmtree(scratch, ignore_errors=True)
         kill_marked(marker)
