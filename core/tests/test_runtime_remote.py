@@ -24,6 +24,7 @@ from rlctl.generation import Completion, FinishReason, GenerateRequest, Sampling
 from rlctl.hookspecs import hookimpl
 from rlctl.logits import LogitsReader, LossOutput
 from rlctl.microbatch import MicroBatchPlan
+from rlctl.normalizer_modes import LossAggMode
 from rlctl.records import BackendKind
 from rlctl.roles.actor import ActorRole
 from rlctl.roles.budget import SkipBudget
@@ -293,6 +294,32 @@ def fake(
         yield RemoteEngine.build(group, replace(SPEC, axes=axes))
     finally:
         group.close()
+
+
+def test_any_batch_weighs_and_scores_as_on_one_rank() -> None:
+    """Random rows, masks, row weights, groups, bounds and aggregation modes over 3 replicas of 2 ranks and over 5."""
+    with fake(1, {}) as one, fake(6, {"tp": 2}) as six, fake(5, {}) as five:
+        random = Random(11)
+        for _ in range(40):
+            lengths = [random.randrange(1, 20) for _ in range(random.randrange(1, 14))]
+            masks = [[t > 0 and random.random() < 0.7 for t in range(n)] for n in lengths]
+            batch = pack(
+                {"input_ids": [[random.randrange(40) for _ in range(n)] for n in lengths], "loss_mask": masks},
+                rows={"row_weight": [random.choice([0.0, 0.5, 1.0]) for _ in lengths]},
+                dtypes={"loss_mask": torch.bool},
+            )
+            if random.random() < 0.5:
+                batch = batch.with_rows(group=torch.tensor([random.randrange(3) for _ in lengths]))
+            bounds = {"max_rows": random.randrange(1, 5)}, {"max_tokens": random.randrange(20, 50)}
+            plan = MicroBatchPlan(**random.choice(bounds))
+            mode = random.choice(list(LossAggMode))
+            loss, sums = one.eval_loss(batch, CrossEntropyLoss(), plan, mode, 7)
+            scores = one.infer_batch(batch, plan)["log_probs"]
+            for many in (six, five):
+                found, found_sums = many.eval_loss(batch, CrossEntropyLoss(), plan, mode, 7)
+                assert found == pytest.approx(loss, rel=1e-5, abs=1e-7)
+                assert found_sums == pytest.approx(sums, rel=1e-5, abs=1e-7)
+                assert torch.allclose(many.infer_batch(batch, plan)["log_probs"], scores, atol=1e-5)
 
 
 def reversed_ranks(topology: Topology, rank: int) -> MeshInfo:
