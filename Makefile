@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 BIN := $(VENV)/bin
+# Tests of one file stay together: they share what is costly to start. One thread each, since ranks share the cores too.
+TEST_WORKERS ?= 2
 SOURCES := core cli plugins/fsdp
 DISTS := core/pyproject.toml cli/pyproject.toml plugins/fsdp/pyproject.toml
 
@@ -28,7 +30,7 @@ $(VENV)/.run: $(DISTS) constraints/base.txt
 
 $(VENV)/.dev: $(VENV)/.run
 	$(BIN)/pip install -q $(PIP_ARGS) -c constraints/base.txt --no-build-isolation -e 'core[data,math,tensorboard,gguf,ray,reasoning-gym,testing]' \
-	  pytest hypothesis ruff 'pyright[nodejs]' build
+	  pytest pytest-xdist hypothesis ruff 'pyright[nodejs]' build
 	@touch $@
 
 quickstart: $(VENV)/.run
@@ -36,7 +38,7 @@ quickstart: $(VENV)/.run
 	$(BIN)/rlctl report last
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 # The records that ship inside the plugin: written by the tests that compare, never by hand.
 evidence: $(VENV)/.dev
