@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -32,6 +32,23 @@ COARSE_MARGIN = 4.0
 """A tolerance in low precision: so many times what the reference itself moves when it is computed in that precision."""
 
 
+FLOAT32_SURE, COARSE_SURE = 1e-4, 0.1
+"""How far ahead of the next one an expert's router logit must be for its choice to be compared."""
+COARSEST: Mapping[str, float] = {
+    "log_probs": 1.0,
+    "entropy": 1.0,
+    "experts": 0.3,
+    "loss": 0.2,
+    "grad_norm": 0.3,
+    "loss_adamw": 0.2,
+    "grad_norm_adamw": 0.3,
+    "gradients": 0.75,
+    "weights": 0.75,
+    "weights_adamw": 4.0,
+}
+"""Tolerances beyond these would not notice a factor of two, or a rank that is left out."""
+
+
 @dataclass(frozen=True)
 class Expected:
     """The reference's numbers for one model.
@@ -44,6 +61,7 @@ class Expected:
         runs: by name: the rule that both sides follow, and what came of it.
         tolerances: by quantity.
         sure: routing margin above which a choice counts.
+        too_coarse: quantities that this precision cannot compare, with the reason.
     """
 
     directory: Path
@@ -56,7 +74,8 @@ class Expected:
     tolerances: Mapping[str, float]
     tied: frozenset[str]
     num_experts: int = 0
-    sure: float = 1e-4
+    sure: float = FLOAT32_SURE
+    too_coarse: Mapping[str, str] = field(default_factory=dict)
 
 
 OBJECTIVES: Mapping[str, Objective] = {"sft": SFT, "grpo": GRPO}
@@ -100,7 +119,7 @@ def expect(
         scores, losses, runs = both[0]
         tolerances |= _after_adamw(exact, plans, rules, batches, runs, tolerances)
         if coarse is not None:
-            tolerances = _widened(tolerances, both[0], both[1], directory, plans)
+            tolerances = _widened(tolerances, both[0], both[1], directory, plans, exact.num_experts)
     return Expected(
         directory=directory,
         family=str(exact.model.config.model_type),
@@ -112,7 +131,8 @@ def expect(
         tolerances=tolerances,
         tied=exact.tied_names,
         num_experts=exact.num_experts,
-        sure=1e-4 if coarse is None else 0.1,
+        sure=FLOAT32_SURE if coarse is None else COARSE_SURE,
+        too_coarse={} if coarse is None else _too_coarse(tolerances),
     )
 
 
@@ -175,7 +195,12 @@ def _coarse_gradients(
 
 
 def _widened(
-    tolerances: Mapping[str, float], exact: _Numbers, coarse: _Numbers, directory: Path, plans: Sequence[RunPlan]
+    tolerances: Mapping[str, float],
+    exact: _Numbers,
+    coarse: _Numbers,
+    directory: Path,
+    plans: Sequence[RunPlan],
+    num_experts: int,
 ) -> dict[str, float]:
     """Tolerances that the reference in low precision would meet with a margin."""
     deltas = Deltas()
@@ -184,24 +209,37 @@ def _widened(
     ]:
         compare.compare_scores(deltas, "log_probs", [s.log_probs for s in a], [s.log_probs for s in b], when)
         compare.compare_scores(deltas, "entropy", [s.entropy for s in a], [s.entropy for s in b], when)
+        chosen = [s.experts for s in a if s.experts is not None]
+        wanted = [(s.experts, s.margin) for s in b if s.experts is not None and s.margin is not None]
+        if wanted:
+            compare.compare_experts(deltas, chosen, wanted, num_experts, COARSE_SURE, when)
     for key, (loss, scale) in exact[1].items():
         deltas.note("loss", abs(coarse[1][key][0] - loss) / scale)
     for plan in plans:
-        found, wanted = coarse[2][plan.name], exact[2][plan.name]
-        for number, (a, b) in enumerate(zip(found.steps, wanted.steps, strict=True)):
+        found, truth = coarse[2][plan.name], exact[2][plan.name]
+        for number, (a, b) in enumerate(zip(found.steps, truth.steps, strict=True)):
             later = "_adamw" if plan.rule == "adamw" and number else ""
             deltas.note(f"loss{later}", abs(a.loss - b.loss) / b.scale)
             deltas.note(f"grad_norm{later}", compare.relative(a.grad_norm, b.grad_norm))
-        with Tensors(directory) as start, Tensors(found.weights) as mine, Tensors(wanted.weights) as theirs:
+        with Tensors(directory) as start, Tensors(found.weights) as mine, Tensors(truth.weights) as theirs:
             export = ((n, mine[n]) for n in mine.names)
-            if wanted.bound is None:
+            if truth.bound is None:
                 compare.compare_weights(deltas, export, start, theirs, plan.name)
             else:
-                with Tensors(wanted.bound) as bound:
+                with Tensors(truth.bound) as bound:
                     compare.compare_bounded(deltas, export, theirs, bound, plan.name)
     widened = {q: max(tolerances[q], COARSE_MARGIN * d.value) for q, d in deltas.found.items()}
     # The same step twice in one precision: reductions in another order are all that may differ.
-    return {**tolerances, **widened, "checkpoint": 1e-3, "experts": 0.02, "expert_tokens": 2.0}
+    return {**tolerances, **widened, "checkpoint": 1e-3}
+
+
+def _too_coarse(tolerances: Mapping[str, float]) -> dict[str, str]:
+    """Quantities whose tolerance would let a wrong result pass, with the reason; they are left out."""
+    return {
+        quantity: f"rounding alone moves it by {tolerances[quantity] / COARSE_MARGIN:.2g}, so a comparison would prove nothing"
+        for quantity, limit in COARSEST.items()
+        if tolerances[quantity] > limit
+    }
 
 
 @contextmanager

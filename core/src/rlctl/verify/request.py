@@ -24,6 +24,8 @@ from rlctl.verify.topologies import all_topologies, parse_topology
 
 TINY = "tiny:"
 DEFAULT_MODELS = ("tiny:qwen3",)
+DEFAULT_OF_ALL = ("tiny:qwen3", "tiny:qwen3_moe")
+"""A dense model and a mixture of experts, for every topology."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def make_request(
         backend=found,
         device=device,
         topologies=tuple(topologies),
-        models=_models(models),
+        models=_models(models or (DEFAULT_OF_ALL if every else DEFAULT_MODELS)),
         settings=settings,
         dtype=dtype,
         master=master,
@@ -127,7 +129,7 @@ def _default_ranks(device: Device) -> int:
 
 def _models(given: Sequence[str]) -> tuple[str, ...]:
     chosen: list[str] = []
-    for model in given or DEFAULT_MODELS:
+    for model in given:
         if model == f"{TINY}all":
             chosen += [f"{TINY}{family}" for family in FAMILIES]
         elif model.startswith(TINY):

@@ -158,6 +158,9 @@ class Verifier:
         target = Target(request.backend.spec.name, str(job.model_type), axes, request.settings, request.master)
         measured, error = self._measure(job, target, expected, ranks)
         measured.skipped |= _heads_without_runs(request.backend)
+        for quantity, why in expected.too_coarse.items():
+            if measured.deltas.found.pop(quantity, None) is not None:
+                measured.skipped[quantity] = why
         case = Case(
             backend=request.backend.spec.name,
             topology=axes,
