@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlctl import catalogue
 from rlctl.config.problems import InvalidConfigError
@@ -22,6 +24,7 @@ from rlctl.plan.backends import Choice, Needs, rank_backends
 from rlctl.plan.planner import Plan, make_plan, model_size, training_rows
 from rlctl.plan.report import plan_to_json
 from rlctl.plan.request import Request, find_spec, pool_of, ranks_of, read_request, with_world_size
+from rlctl.plan.shapes import FAMILIES
 from rlctl.plan.source import find_model
 from rlctl.plugins import PluginEntry, PluginSet, Stage
 from rlctl.records import (
@@ -370,6 +373,31 @@ def test_a_model_that_cannot_be_counted_is_said(config: dict[str, Any], words: s
     size, missing = model_size(planner.ModelSource(config, None, "config.json"))
     assert size.total is None
     assert words in missing
+
+
+JUNK = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 3), st.integers(1, 10**6), st.floats(), st.text(max_size=3),
+    st.lists(st.integers(-1, 3), max_size=3), st.dictionaries(st.text(max_size=2), st.integers(), max_size=2),
+)  # fmt: skip
+KEYS = sorted(
+    {key for family in FAMILIES.values() for key in family.defaults} | {"layer_types", "text_config", "vision_config"}
+)
+
+
+@given(
+    st.sampled_from([*FAMILIES, "gemma3", "other"]),
+    st.dictionaries(st.sampled_from(KEYS), JUNK, max_size=5),
+    st.sampled_from([1, 4]),
+)
+@settings(max_examples=250, deadline=None)
+def test_no_config_ends_a_plan_with_a_crash(family: str, junk: dict[str, Any], nproc: int) -> None:
+    found = plan(config={"model_type": family, **junk}, runtime={"nproc": nproc})
+    if found.size.total is None:
+        assert found.memory.missing
+        assert found.memory.pools == ()
+    else:
+        assert found.memory.peak_bytes > 0
+    json.dumps(plan_to_json(found, 80.0))
 
 
 def test_an_unknown_model_is_planned_without_memory() -> None:

@@ -227,8 +227,10 @@ def _switch(rule: bool | str, values: Mapping[str, Any]) -> bool:
 
 def _moe_layers(values: Mapping[str, Any], layers: int) -> int:
     """Layers with experts: every ``decoder_sparse_step``-th, apart from those listed as dense."""
-    step = values.get("decoder_sparse_step", 1)
+    step = _whole(values, "decoder_sparse_step") if "decoder_sparse_step" in values else 1
     dense: Sequence[int] = values.get("mlp_only_layers") or ()
+    if not isinstance(dense, Sequence):
+        raise ValueError(f"mlp_only_layers is {dense!r}, not a list")
     return sum(1 for i in range(layers) if i not in dense and (i + 1) % step == 0)
 
 
@@ -236,21 +238,28 @@ def _windows(
     family: Family, values: Mapping[str, Any], given: Mapping[str, Any], layers: int
 ) -> tuple[int | None, int]:
     """(window in tokens or None, layers that have it)."""
-    window = values["sliding_window"]
-    if window is None or values.get("use_sliding_window") is False:
+    if values["sliding_window"] is None or values.get("use_sliding_window") is False:
         return None, 0
+    window = _whole(values, "sliding_window")
     types = given.get("layer_types")
     if isinstance(types, Sequence) and family.windowed != "all":
         return window, sum(1 for t in types if t == "sliding_attention")
     if family.windowed == "types":
-        pattern = given.get("sliding_window_pattern") or values["sliding_window_pattern"]
+        pattern = _whole(values, "sliding_window_pattern")
         return window, sum(1 for i in range(layers) if (i + 1) % pattern)
-    return window, max(0, layers - values["max_window_layers"]) if family.windowed == "from" else layers
+    if family.windowed == "from":
+        first = values["max_window_layers"]
+        if not isinstance(first, int):
+            raise ValueError(f"max_window_layers is {first!r}, not a whole number")
+        return window, max(0, layers - first)
+    return window, layers
 
 
 def _vision_parameters(config: Mapping[str, Any], text_hidden: int) -> int:
     """Weights of a SigLIP tower and of the projection into the text model."""
     values = {**_SIGLIP, **{k: v for k, v in config.items() if k in _SIGLIP and v is not None}}
+    for key in _SIGLIP.keys() - {"vision_use_head"}:
+        _whole(values, key)
     size, feed = values["hidden_size"], values["intermediate_size"]
     patches = (values["image_size"] // values["patch_size"]) ** 2
     embedding = size * values["num_channels"] * values["patch_size"] ** 2 + size + patches * size
