@@ -212,9 +212,8 @@ def _open(address: str | None) -> RayCluster:
 def _join(address: str) -> RayCluster:
     import ray
 
-    _reach(address)
     try:
-        with _signals_kept():
+        with _signals_kept(), _addresses(loopback=_is_on_loopback(address)):
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
     except Exception as error:  # Ray has no class of its own for what can go wrong here
         ray.shutdown()
@@ -222,15 +221,29 @@ def _join(address: str) -> RayCluster:
     return RayCluster(address, own=False, end=ray.shutdown)
 
 
-def _reach(address: str) -> None:
-    """Fail at once where nothing listens: Ray itself would try for a minute."""
+def _is_on_loopback(address: str) -> bool:
+    """True for a cluster of this host that nothing but its loopback reaches.
+
+    Fails at once where nothing listens: Ray itself would try for minutes. To a loopback address it would go by this host's
+    other one, and try that for ever.
+    """
+    from ray._private import services
+
     host, _, port = address.removeprefix("ray://").rpartition(":")
+    host = host.strip("[]")
     if not port.isdigit():
-        return
+        return False
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+        socket.create_connection((host, int(port)), timeout=_REACH_S).close()
     except OSError as error:
         raise _not_joined(address, error) from error
+    if address.startswith("ray://") or not (host == "localhost" or host.startswith("127.")):
+        return False
+    try:
+        socket.create_connection((services.get_node_ip_address(), int(port)), timeout=_REACH_S).close()
+    except OSError:
+        return True
+    return False
 
 
 def _not_joined(address: str, error: BaseException) -> RlctlError:
@@ -251,7 +264,6 @@ def _not_joined(address: str, error: BaseException) -> RlctlError:
 def _start() -> RayCluster:
     """A cluster on this host's loopback, with a directory and a token of its own, that nothing of survives this process."""
     import ray
-    from ray._private import ray_constants
 
     # Paths of Ray's sockets must be short. Nobody else reads what is in there.
     parent = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
@@ -270,6 +282,7 @@ def _start() -> RayCluster:
         try:
             ray.shutdown()
         finally:
+            _forget_token()
             pipe.close()
             sweeper.wait()
 
@@ -284,10 +297,8 @@ def _start() -> RayCluster:
         # With no GPU asked for, the ranks see those that the controller sees.
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
-    clustered = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False  # read from the environment when Ray was imported
     try:
-        with _variables(settings), _signals_kept():
+        with _variables(settings), _signals_kept(), _addresses(loopback=True):
             ray.init(
                 address="local",
                 namespace=NAMESPACE,
@@ -307,9 +318,17 @@ def _start() -> RayCluster:
             wanted="Ray on this host",
             next="ray start --head shows what is wrong; --launcher process needs no Ray",
         ) from error
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = clustered
     return RayCluster(None, own=True, end=end)
+
+
+def _forget_token() -> None:
+    """Ray keeps to the token of the first cluster, for whichever this process joins next; versions without tokens do not."""
+    from ray import _raylet
+
+    inner: Any = _raylet
+    with contextlib.suppress(AttributeError):
+        inner.AuthenticationTokenLoader.instance().reset_cache()
+        inner.Config.initialize("")  # by what is in the environment now
 
 
 def _quiet() -> None:
@@ -330,6 +349,19 @@ def _variables(values: Mapping[str, str]) -> Iterator[None]:
     finally:
         for name in [n for n in os.environ if n not in before and n.startswith("RAY_")]:
             os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def _addresses(*, loopback: bool) -> Iterator[None]:
+    """With ``loopback``, Ray takes 127.0.0.1 for this host's address as long as this lasts."""
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER  # read from the environment when Ray was imported
+    ray_constants.ENABLE_RAY_CLUSTER = before and not loopback
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextlib.contextmanager

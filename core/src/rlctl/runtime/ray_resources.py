@@ -138,7 +138,7 @@ def busy(ask: Ask, cluster: Cluster, waited_s: float) -> CapabilityError:
     fits = min(room(ask, amounts), ask.ranks)
     advice = "ray status shows who has what; runtime.ray.placement_timeout_s sets the limit"
     if 0 < fits < ask.ranks:
-        advice = f"--nproc {fits} fits now. {advice[0].upper()}{advice[1:]}"
+        advice = f"{_fewer(ask, fits)} fits now; {advice}"
     return _shortage(ask, cluster, fits, advice, waited_s)
 
 
@@ -194,11 +194,15 @@ def _held_lines(ask: Ask, cluster: Cluster) -> list[str]:
     return [f"held: {amount:g} {resource} by {who}" for who, amount in held if amount > _TINY]
 
 
+def _fewer(ask: Ask, ranks: int) -> str:
+    return f"--nproc {ranks}" if ask.pool == "main" else f"runtime.pools.{ask.pool}.nproc={ranks}"
+
+
 def _more(ask: Ask, fits: int, own: bool) -> str:
     """What to do when waiting does not help."""
     choices: list[str] = []
     if fits:
-        choices.append(f"--nproc {fits}" if ask.pool == "main" else f"runtime.pools.{ask.pool}.nproc={fits}")
+        choices.append(_fewer(ask, fits))
     if ask.strategy.startswith("STRICT_"):
         choices.append(f"runtime.ray.strategy={ask.strategy.removeprefix('STRICT_')}")
     if own:

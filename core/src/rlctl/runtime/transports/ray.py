@@ -9,6 +9,7 @@ ends, so nothing is polled, and a dead actor or node shows by that call's failur
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import re
@@ -41,7 +42,12 @@ PREFIXES = (
 )
 """Variables of the controller that begin so are the ranks' too."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_NODE_ID = re.compile(r"Node Id: \w+")
+_DETAIL = re.compile(r"Worker exit detail:|The actor (is dead|died) because")
+_WORDS = 300
 _LOOK_S = 1.0
+_RETRY_S = 0.5
+_UNREACHABLE_S = 15.0
 _STACKS_S = 6.0
 _END_S = 5.0
 
@@ -61,6 +67,9 @@ class _Rank:
 
     Args:
         gone: its rank has ended, or the actor has.
+        heard: number of the answer that is waited for.
+        lost_at: since when it cannot be reached.
+        retry_at: when to try again.
         looking: a status that was asked for and has not come.
     """
 
@@ -68,6 +77,9 @@ class _Rank:
     actor: Any
     node: str
     gone: bool = False
+    heard: int = 0
+    lost_at: float | None = None
+    retry_at: float | None = None
     looking: Future[Any] | None = None
     status: Status | None = None
 
@@ -203,26 +215,53 @@ class RayTransport:
     def receive(self, timeout_s: float) -> list[Message]:
         # Not by Ray's own wait: a signal that arrives in there comes out as a bare KeyboardInterrupt, whatever it was.
         answers: list[tuple[_Rank, Future[Any]]] = []
+        again = self._ask_again()
         with contextlib.suppress(queue.Empty):
-            answers.append(self._answers.get(timeout=timeout_s))
+            answers.append(self._answers.get(timeout=min(timeout_s, again)))
             while True:
                 answers.append(self._answers.get_nowait())
         return [message for rank, answer in answers for message in self._heard(rank, answer)]
 
     def _listen(self, rank: _Rank) -> None:
-        said = rank.actor.listen.options(concurrency_group="listen").remote()
+        said = rank.actor.listen.options(concurrency_group="listen").remote(rank.heard)
         said.future().add_done_callback(lambda answer: self._answers.put((rank, answer)))
 
+    def _ask_again(self) -> float:
+        """Listen again to actors that could not be reached a while ago; the seconds until the next such try."""
+        again = math.inf
+        for rank in self._ranks:
+            if rank.retry_at is not None and not rank.gone:
+                left = rank.retry_at - time.monotonic()
+                if left <= 0:
+                    rank.retry_at = None
+                    self._listen(rank)
+                else:
+                    again = min(again, left)
+        return again
+
     def _heard(self, rank: _Rank, answer: Future[Any]) -> list[Message]:
-        from ray.exceptions import RayError
+        from ray.exceptions import ActorUnavailableError, RayError
 
         if rank.gone or self._group is None:
             return []
         try:
             said: list[tuple[Any, ...]] = answer.result()
+        except ActorUnavailableError as error:
+            # A network that stumbled, or a node that died and is not known to be dead yet.
+            now = time.monotonic()
+            rank.lost_at = rank.lost_at or now
+            if now - rank.lost_at < _UNREACHABLE_S:
+                rank.retry_at = now + _RETRY_S
+                return []
+            rank.gone = True
+            words = " ".join(_plain(str(error)).split())[:_WORDS]
+            cause = f"its node cannot be reached for {_UNREACHABLE_S:.0f} s; Ray says: {words}"
+            return [Death(rank.number, cause, status=rank.status)]
         except RayError as error:
             rank.gone = True
             return [self._death(rank, error)]
+        rank.lost_at = None
+        rank.heard += 1
         messages: list[Message] = []
         for item in said:
             if item[0] == ENDED:
@@ -242,14 +281,13 @@ class RayTransport:
     def _death(self, rank: _Rank, error: BaseException) -> Death:
         """What became of an actor that does not answer any more."""
         assert self._group is not None, "it was started"
-        alive = {node.id for node in self._group.cluster.view().nodes}
         text = _plain(str(error))
         if "creation task" in text:  # with a traceback of the node's own
             last = text.rstrip().splitlines()[-1].strip()
             return Death(rank.number, f"its Ray actor could not be made: {last}", text, rank.status)
         words = " ".join(text.split())
-        if rank.node not in alive or "node has died" in words or "node died" in words:
-            return Death(rank.number, f"its node is gone; Ray says: {words[:300]}", status=rank.status)
+        if "node has died" in words or rank.node not in {node.id for node in self._group.cluster.view().nodes}:
+            return Death(rank.number, f"its node is gone; Ray says: {_after(words, _NODE_ID)}", status=rank.status)
         return Death(rank.number, f"its Ray actor is gone: {_ray_words(words)}", status=rank.status)
 
     @property
@@ -319,7 +357,7 @@ def _end(group: _Group) -> None:
         with contextlib.suppress(RayError, ValueError):
             ray.kill(rank.actor, no_restart=True)
     # A call that can only fail tells when an actor is gone.
-    _answered({r: r.actor.listen.options(concurrency_group="listen").remote().future() for r in group.ranks}, _END_S)
+    _answered({r: r.actor.end.options(concurrency_group="look").remote().future() for r in group.ranks}, _END_S)
     group.cluster.remove(group.placement)
 
 
@@ -356,12 +394,15 @@ def _plain(text: str) -> str:
     return _COLOURS.sub("", text)
 
 
+def _after(text: str, sign: re.Pattern[str]) -> str:
+    """What Ray says behind ``sign``: before it there are names and numbers."""
+    found = sign.search(text)
+    return (text[found.end() :] if found else text).strip()[:_WORDS]
+
+
 def _ray_words(text: str) -> str:
     """What tells something in Ray's long message."""
-    for sign in ("Worker exit detail:", "The actor is dead because", "The actor died because"):
-        if sign in text:
-            text = text.partition(sign)[2].strip()
-            break
-    if "connection error code 2" in text or "End of file" in text:
+    words = _after(text, _DETAIL)
+    if "connection error code 2" in words or "End of file" in words:
         return "its process ended without a word, as one that SIGKILL ended"
-    return text[:400]
+    return words

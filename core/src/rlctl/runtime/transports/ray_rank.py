@@ -77,9 +77,11 @@ class RankActor:
         self._address = _node_address()
         boot = replace(boot, local_rank=_device_index(boot.device, boot.local_rank))
         self._boot = replace(boot, num_threads=launch.threads(boot))
-        self._scratch = tempfile.TemporaryDirectory(prefix="rlctl_ranks_")
+        self._scratch = tempfile.TemporaryDirectory(prefix=f"rlctl_ranks_{boot.pool}_{boot.rank}_")
         self._holder: socket.socket | None = None
         self._outbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._answers = 0
+        self._answer: list[tuple[Any, ...]] = []
         self._gone = threading.Event()
         # In the main thread, where an actor is made: the system kills the rank with the thread that started it.
         log = _log_path(self._spec.log_dir, self._scratch.name, boot.rank)
@@ -117,11 +119,21 @@ class RankActor:
                     selector.select(_POLL_S)
                     rank.writer.flush()
 
-    def listen(self) -> list[tuple[Any, ...]]:
-        """What has come from the rank since the last time; waits for it. Its end comes once, last.
+    def listen(self, number: int) -> list[tuple[Any, ...]]:
+        """What has come from the rank since the last time; waits for it. Its end comes last.
 
         Events alone wait a moment for others to go with; anything else goes at once.
+
+        Args:
+            number: of this answer, from 0; the last one is given again where it got lost on its way.
         """
+        if number != self._answers - 1:
+            assert number == self._answers, (number, self._answers)
+            self._answer = self._gather()
+            self._answers += 1
+        return self._answer
+
+    def _gather(self) -> list[tuple[Any, ...]]:
         found = [self._outbox.get()]
         until = time.monotonic() + _GATHER_S
         while True:
