@@ -93,7 +93,6 @@ class MemoryPlan:
 def train_memory(
     name: str,
     role: TrainRole,
-    backend: str,
     engine: Mapping[str, Any],
     layout: RoleLayout,
     size: ModelSize,
@@ -103,7 +102,7 @@ def train_memory(
     """The memory of one training engine; StateMemory where only the number of weights is known, None where nothing is."""
     if layout.topology is None or size.total is None:
         return None
-    policy = train_policy(backend)
+    policy = train_policy(layout.backend)
     precision, setting = engine_setting(policy, engine, layout.topology, request.config, request.device, size.shape)
     if size.shape is None or size.count is None:
         return StateMemory(name, size.total, size.total, precision, setting)
@@ -203,9 +202,9 @@ def plan_memory(request: Request, layouts: Sequence[RoleLayout], size: ModelSize
     for name, layout in by_role.items():
         if name == "rollout":
             continue
-        role, backend, section = _section(request.config, name)
+        role, section = _section(request.config, name)
         sized = _with_value_head(size) if name == "critic" else size
-        memory = train_memory(name, role, backend, section, layout, sized, request, trained=name != "ref")
+        memory = train_memory(name, role, section, layout, sized, request, trained=name != "ref")
         if memory is not None:
             engines[name] = memory
     if "actor" not in engines:
@@ -225,11 +224,11 @@ def plan_memory(request: Request, layouts: Sequence[RoleLayout], size: ModelSize
     )
 
 
-def _section(config: RunConfig, name: str) -> tuple[TrainRole, str, Mapping[str, Any]]:
-    """(bounds, backend, engine section) of a training role; a critic is planned like the actor."""
+def _section(config: RunConfig, name: str) -> tuple[TrainRole, Mapping[str, Any]]:
+    """(bounds, engine section) of a training role; a critic is planned like the actor."""
     if name == "ref":
-        return config.ref, config.ref.backend or config.actor.backend, config.ref.engine or config.actor.engine
-    return config.actor, config.actor.backend, config.actor.engine
+        return config.ref, config.ref.engine or config.actor.engine
+    return config.actor, config.actor.engine
 
 
 def _with_value_head(size: ModelSize) -> ModelSize:
@@ -344,7 +343,7 @@ def _phase(words: str, moment: Moment, others: Sequence[Item]) -> Moment:
 def _at_rest(memory: TrainMemory | StateMemory, request: Request, *, keep_weights: bool) -> list[Item]:
     """What an engine leaves on the device while another one works."""
     state = memory.state if isinstance(memory, TrainMemory) else memory
-    _, _, section = _section(request.config, state.role)
+    _, section = _section(request.config, state.role)
     policy, offloads = state.setting.policy, request.device != "cpu"
     out = []
     if keep_weights or not (offloads and section.get(policy.param_offload)):
