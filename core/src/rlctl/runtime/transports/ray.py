@@ -12,7 +12,6 @@ import contextlib
 import math
 import os
 import queue
-import re
 import sys
 import sysconfig
 import time
@@ -34,6 +33,7 @@ from rlctl.runtime.ray_resources import STRATEGIES, Ask, bundle_for
 from rlctl.runtime.records import Boot, Call, Death, Message
 from rlctl.runtime.status_board import decode_status
 from rlctl.runtime.transports.process import WORKER
+from rlctl.runtime.transports.ray_deaths import death_of, unreachable
 from rlctl.runtime.transports.ray_rank import ENDED, RankActor, RankSpec
 
 PREFIXES = (
@@ -41,10 +41,6 @@ PREFIXES = (
     *("NCCL_", "GLOO_", "HCCL_", "CUDA_LAUNCH_", "VLLM_"),
 )
 """Variables of the controller that begin so are the ranks' too."""
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_NODE_ID = re.compile(r"Node Id: \w+")
-_DETAIL = re.compile(r"Worker exit detail:|The actor (is dead|died) because")
-_WORDS = 300
 _LOOK_S = 1.0
 _RETRY_S = 0.5
 _UNREACHABLE_S = 15.0
@@ -254,12 +250,11 @@ class RayTransport:
                 rank.retry_at = now + _RETRY_S
                 return []
             rank.gone = True
-            words = " ".join(_plain(str(error)).split())[:_WORDS]
-            cause = f"its node cannot be reached for {_UNREACHABLE_S:.0f} s; Ray says: {words}"
-            return [Death(rank.number, cause, status=rank.status)]
+            return [unreachable(rank.number, error, rank.status, _UNREACHABLE_S)]
         except RayError as error:
             rank.gone = True
-            return [self._death(rank, error)]
+            alive = {node.id for node in self._group.cluster.view().nodes}
+            return [death_of(rank.number, error, rank.status, node_lives=rank.node in alive)]
         rank.lost_at = None
         rank.heard += 1
         messages: list[Message] = []
@@ -277,18 +272,6 @@ class RayTransport:
         if not rank.gone:
             self._listen(rank)
         return messages
-
-    def _death(self, rank: _Rank, error: BaseException) -> Death:
-        """What became of an actor that does not answer any more."""
-        assert self._group is not None, "it was started"
-        text = _plain(str(error))
-        if "creation task" in text:  # with a traceback of the node's own
-            last = text.rstrip().splitlines()[-1].strip()
-            return Death(rank.number, f"its Ray actor could not be made: {last}", text, rank.status)
-        words = " ".join(text.split())
-        if "node has died" in words or rank.node not in {node.id for node in self._group.cluster.view().nodes}:
-            return Death(rank.number, f"its node is gone; Ray says: {_after(words, _NODE_ID)}", status=rank.status)
-        return Death(rank.number, f"its Ray actor is gone: {_ray_words(words)}", status=rank.status)
 
     @property
     def _ranks(self) -> list[_Rank]:
@@ -387,22 +370,3 @@ def _environment() -> dict[str, str]:
     if more:
         given["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(more))
     return given
-
-
-def _plain(text: str) -> str:
-    """Without the codes that colour it."""
-    return _COLOURS.sub("", text)
-
-
-def _after(text: str, sign: re.Pattern[str]) -> str:
-    """What Ray says behind ``sign``: before it there are names and numbers."""
-    found = sign.search(text)
-    return (text[found.end() :] if found else text).strip()[:_WORDS]
-
-
-def _ray_words(text: str) -> str:
-    """What tells something in Ray's long message."""
-    words = _after(text, _DETAIL)
-    if "connection error code 2" in words or "End of file" in words:
-        return "its process ended without a word, as one that SIGKILL ended"
-    return words
