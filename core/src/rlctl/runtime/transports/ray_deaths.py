@@ -27,7 +27,7 @@ def death_of(rank: int, error: BaseException, status: Status | None, *, node_liv
         last = text.rstrip().splitlines()[-1].strip()
         return Death(rank, f"its Ray actor could not be made: {last}", text, status)
     if _LOW_MEMORY.search(words):
-        cause = f"Ray ended it for want of memory on its node: {_after(words, _LOW_MEMORY)}"
+        cause = f"Ray ended it for want of memory on its node: {_after(text.splitlines()[0], _LOW_MEMORY)}"
         return Death(rank, cause, text.partition("Refer to the documentation")[0], status)
     if "node has died" in words or not node_lives:
         return Death(rank, f"its node is gone; Ray says: {_after(words, _NODE_ID)}", status=status)
