@@ -324,6 +324,15 @@ class RunConfig(Strict):
         ):
             if pool and pool not in self.runtime.sizes():
                 faults.append(f"{path} is {pool!r}, and the pools are {', '.join(self.runtime.sizes())}")
+        named = {self.actor.pool, self.ref.pool or self.actor.pool, self.rollout.pool}
+        if idle := ", ".join(name for name in self.runtime.pools if name not in named):
+            faults.append(
+                f"runtime.pools has {idle}, where no role lives: set actor.pool, rollout.pool or ref.pool to it"
+            )
+        if self.runtime.nproc > 1 and MAIN_POOL not in named:
+            faults.append(
+                f"runtime.nproc is {self.runtime.nproc}, and no role lives in that pool, {MAIN_POOL}: take it out"
+            )
         longest = self.data.max_prompt_length + self.data.max_response_length
         for role, budget in (("actor", self.actor.max_tokens_per_device), ("ref", self.ref.max_tokens_per_device)):
             if budget is not None and budget < longest:
@@ -334,3 +343,12 @@ class RunConfig(Strict):
         if faults:
             raise ValueError("\n".join(faults))
         return self
+
+    def pools_used(self) -> dict[str, int]:
+        """Pool name -> number of ranks of the pools where a role of this run lives; no other is started."""
+        used = {self.actor.pool}
+        if self.trainer.type == "rl":
+            used.add(self.rollout.pool)
+            if self.actor.use_kl_loss:
+                used.add(self.ref.pool or self.actor.pool)
+        return {name: size for name, size in self.runtime.sizes().items() if name in used}

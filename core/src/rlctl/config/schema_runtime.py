@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from pydantic import Field, PositiveFloat, model_validator
@@ -10,6 +11,8 @@ from rlctl.config.base import Count, Strict
 
 MAIN_POOL = "main"
 """The pool that exists without being named; roles live there unless they say otherwise."""
+
+_POOL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class PoolConfig(Strict):
@@ -62,6 +65,10 @@ class RuntimeConfig(Strict):
     def _pools_fit(self) -> RuntimeConfig:
         if MAIN_POOL in self.pools:
             raise ValueError("the main pool is runtime.nproc itself: take main out of runtime.pools")
+        if bad := next((name for name in self.pools if not _POOL_NAME.fullmatch(name)), None):
+            raise ValueError(
+                f"pools has {bad!r}: a name of letters, digits, _, - and . is wanted, it names a directory of logs"
+            )
         if self.launcher == "inline" and (self.nproc > 1 or self.pools):
             raise ValueError(
                 "launcher inline has one rank: set nproc to 1 without pools, or launcher to process or ray"

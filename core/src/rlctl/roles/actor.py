@@ -97,7 +97,7 @@ class ActorRole:
         if gap is not None and tokens:
             metrics["training/rollout_probs_diff_mean"] = gap / tokens
         metrics |= {
-            **out.maxes,
+            **({} if mini.is_padding else out.maxes),  # nothing was seen, and the largest of nothing is minus infinity
             "actor/loss": out.loss,
             "actor/grad_norm": out.step.grad_norm,
             "actor/lr": out.step.lr,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from rlctl.config.schema import RunConfig
@@ -43,8 +44,8 @@ class Pools:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all pools together."""
-        return sum(self._config.runtime.sizes().values())
+        """Ranks of all pools together where a role lives."""
+        return sum(self._config.pools_used().values())
 
     def size(self, pool: str) -> int:
         """Ranks of one pool."""
@@ -64,14 +65,20 @@ class Pools:
             runtime = self._config.runtime
             limits = Limits(runtime.start_timeout_s, runtime.hang_timeout_s, runtime.failure_grace_s)
             group = WorkerGroup(pool, self._transport(pool), self._boots(pool), Worker, limits)
-            group.start()
-            self._groups[pool] = group
+            self._groups[pool] = group  # before it starts: whatever interrupts that, close() finds it
+            try:
+                group.start()
+            except BaseException:
+                if group.closed:
+                    del self._groups[pool]
+                raise
         return self._groups[pool]
 
     def close(self) -> None:
         """End every group, kindly."""
-        for group in self._groups.values():
-            group.close()
+        with ExitStack() as stack:  # one that cannot end must not keep the others
+            for group in self._groups.values():
+                stack.callback(group.close)
 
     def kill(self) -> None:
         """End every group now."""
@@ -109,7 +116,7 @@ class Pools:
         size = self.size(pool)
         # Pools of one host share its devices: each takes those behind the pools before it.
         before = 0
-        for name, other in self._config.runtime.sizes().items():
+        for name, other in self._config.pools_used().items():
             if name == pool:
                 break
             before += other
