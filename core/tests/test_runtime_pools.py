@@ -10,6 +10,7 @@ import torch
 from pydantic import ValidationError
 from test_runtime_remote_engine import fake
 
+from rlctl import device as devices
 from rlctl.batch import pack
 from rlctl.config.schema import ActorConfig, RunConfig
 from rlctl.device import Device
@@ -17,6 +18,7 @@ from rlctl.microbatch import MicroBatchPlan
 from rlctl.plugins import PluginSet
 from rlctl.roles.actor import ActorRole
 from rlctl.roles.budget import SkipBudget
+from rlctl.runtime import collectives
 from rlctl.runtime.pools import Pools
 from rlctl.runtime.records import Boot, RankPlace
 from rlctl.testing.fake_transport import CannedTransport
@@ -81,6 +83,15 @@ def test_only_pools_with_a_role_count() -> None:
     look = {"runtime": {"nproc": 2, "pools": {"look": {}}}, "ref": {"pool": "look"}}
     assert config(**look).pools_used() == {"main": 2}
     assert config(**look, actor={"use_kl_loss": True}).pools_used() == {"main": 2, "look": 1}
+
+
+def test_the_only_rank_of_a_later_pool_takes_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(devices, "set_device", lambda device, local_rank: taken.append(local_rank))
+    pools = ToyPools(config(**APART))
+    pools.group("b")
+    collectives.join(pools.ranks["b"].boots[0], Device("cuda", "nvidia"))
+    assert taken == [2]
 
 
 def test_every_pool_is_ended_when_one_cannot_be() -> None:

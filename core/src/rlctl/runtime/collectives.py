@@ -11,11 +11,14 @@ from rlctl.runtime.records import Boot
 
 
 def join(boot: Boot, device: Device) -> None:
-    """Make this rank a member of its group's process group, once. Nothing to do for one rank.
+    """Make this rank a member of its group's process group, once, on a device of its own. One rank has no group.
 
     Collective: every rank of the group calls it.
     """
     if boot.world_size == 1:
+        # The only rank of a pool may have other pools' devices before its own; the first is the current one anyway.
+        if boot.local_rank > 0:
+            devices.set_device(device, boot.local_rank)
         return
     import torch.distributed as dist
 
