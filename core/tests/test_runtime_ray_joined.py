@@ -28,7 +28,7 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'rlct
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[SimulatedNodes]:
-    with simulated_nodes(2, cpus=2) as found:
+    with simulated_nodes(2, cpus=2, GPU=2, NPU=1) as found:
         yield found
 
 
@@ -40,10 +40,10 @@ def cluster(nodes: SimulatedNodes) -> Iterator[RayCluster]:
     assert nodes.process.poll() is None, "it was not ours to end"
 
 
-def group_on(address: str, count: int, pool: str = "main", **options: object) -> WorkerGroup:
+def group_on(address: str, count: int, pool: str = "main", device: str = "cpu", **options: object) -> WorkerGroup:
     """A group that is not started yet."""
     transport = RayTransport(address, allowed=ALLOWED, worker="runtime_toys:ToyWorker", plugins=False, **options)
-    ranks = [replace(boot, pool=pool) for boot in boots(count)]
+    ranks = [replace(boot, pool=pool, device=device) for boot in boots(count)]
     return WorkerGroup(pool, transport, ranks, ToyWorker, Limits(start_s=120, hang_s=60, grace_s=3, close_s=5))
 
 
@@ -77,6 +77,22 @@ def test_ranks_spread_over_the_nodes_with_their_own_local_ranks(cluster: RayClus
     assert all_gone(ranks, 5.0) == []
     assert cluster.view().holdings == []
     assert free_cpus(cluster, 4.0) == 4.0
+
+
+def test_a_rank_sees_its_own_accelerator_only(cluster: RayCluster, nodes: SimulatedNodes) -> None:
+    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+    found = {}
+    for device, count in (("cuda", 3), ("npu", 2)):
+        group = group_on(nodes.address, count, device=device, cpus_per_rank=0.5)
+        group.start()
+        found[device] = [[e[name] for name in names] for e in group.call("environment", names)]
+        group.close()
+    # What a rank sees is one device, and that is its number 0.
+    assert [e[0] for e in found["cuda"]] == ["0", "0", "0"]
+    assert sorted(e[1] for e in found["cuda"]) == ["1", "2", "2"]
+    both = [e[2] for e in found["cuda"] if e[1] == "2"]
+    assert sorted(map(str, both)) == ["0", "1"]
+    assert [(e[0], e[3]) for e in found["npu"]] == [("0", "0"), ("0", "0")]
 
 
 def free_cpus(cluster: RayCluster, wanted: float) -> float | None:

@@ -49,7 +49,7 @@ class SimulatedNodes:
 
 @contextmanager
 def simulated_nodes(count: int, cpus: float, **resources: float) -> Iterator[SimulatedNodes]:
-    """Start ``count`` nodes, each with ``cpus`` CPUs and ``resources``."""
+    """Start ``count`` nodes, each with ``cpus`` CPUs and ``resources``; a ``GPU`` or ``NPU`` among them is believed."""
     parent = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
     directory = tempfile.mkdtemp(prefix="rlctl-ray-", dir=parent)
     settings = {
@@ -84,7 +84,8 @@ def main(directory: str, count: int, cpus: float, resources: dict[str, float]) -
     """Hold the nodes until standard input ends; a number on a line ends that node."""
     from ray.cluster_utils import Cluster
 
-    common: dict[str, Any] = {"num_cpus": cpus, "num_gpus": 0, "resources": resources}
+    gpus = resources.pop("GPU", 0)
+    common: dict[str, Any] = {"num_cpus": cpus, "num_gpus": gpus, "resources": resources}
     cluster = Cluster(initialize_head=True, head_node_args={**common, "include_dashboard": False})
     nodes = [cluster.head_node, *(cluster.add_node(**common) for _ in range(count - 1))]
     try:
