@@ -230,7 +230,8 @@ def _widened(
                     compare.compare_bounded(deltas, export, theirs, bound, plan.name)
     widened = {q: max(tolerances[q], COARSE_MARGIN * d.value) for q, d in deltas.found.items()}
     # The same step twice in one precision: reductions in another order are all that may differ.
-    return {**tolerances, **widened, "checkpoint": 1e-3}
+    least = {"experts": 0.02, "expert_tokens": 2.0, "checkpoint": 1e-3}
+    return {**tolerances, **widened, **{q: max(widened.get(q, 0.0), n) for q, n in least.items()}}
 
 
 def _too_coarse(tolerances: Mapping[str, float]) -> dict[str, str]:

@@ -154,16 +154,21 @@ def _pairs(texts: Sequence[str]) -> dict[str, Any]:
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not key:
-            raise UsageError(
-                "--engine takes key=value", found=text, wanted="for example --engine reshard_after_forward=false"
-            )
+            raise _unreadable(text)
         try:
             out[key] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise UsageError(
-                "the value of --engine cannot be read", found=text, wanted="a number, word, true or false"
-            ) from error
+            raise _unreadable(text) from error
     return out
+
+
+def _unreadable(text: str) -> UsageError:
+    return UsageError(
+        "an engine setting cannot be read",
+        found=f"--engine {text}",
+        wanted="key=value, the value a number, a word, true or false",
+        next="for example --engine activation_checkpointing=true",
+    )
 
 
 def complete_settings(

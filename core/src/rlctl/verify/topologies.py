@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 
 from rlctl.capabilities import find_capability
+from rlctl.config.suggest import nearest
 from rlctl.errors import UsageError
 from rlctl.records import Axis, BackendSpec, ModelType, Support
 from rlctl.topology import Topology, resolve
@@ -72,19 +73,27 @@ def parse_topology(text: str | None, nproc: int | None) -> Topology:
     """``dp_shard=2,usp=2`` -> a topology; what is left of ``nproc`` ranks goes to dp_shard.
 
     Raises:
-        UsageError: not ``axis=size`` pairs, or an axis twice.
-        CapabilityError: an unknown axis, or sizes that do not multiply to ``nproc``.
+        UsageError: not ``axis=size`` pairs, an axis twice, or an unknown one.
+        CapabilityError: sizes that do not multiply to ``nproc``.
     """
     axes: dict[str, int] = {}
     for pair in filter(None, (text or "").replace(" ", "").split(",")):
         name, equals, size = pair.partition("=")
         value = {"true": "1", "false": "0"}.get(size.lower(), size)
-        if not equals or not value.isdigit() or name in axes:
+        if not equals or not name or not value.isdigit() or name in axes:
             raise UsageError(
                 "the topology cannot be read",
                 found=pair,
                 wanted="axis=size pairs, each axis once, as in dp_shard=2,usp=2",
                 next="rlctl verify --backend NAME --topology dp_shard=2",
+            )
+        if name not in list(Axis):
+            near = nearest(name, list(Axis))
+            raise UsageError(
+                f"there is no parallel axis {name!r}",
+                found=pair,
+                wanted=", ".join(Axis),
+                next=f"--topology {near}={size}" if near else "rlctl capabilities shows the axes",
             )
         axes[name] = int(value)
     taken = prod(n for a, n in axes.items() if a in {p.value for p in _PRODUCT})
