@@ -15,7 +15,7 @@ from rlctl.rundir import RunDirectory
 from rlctl_cli.main import cli
 
 PAGE = (Path(__file__).parents[1] / "docs" / "runs.md").read_text(encoding="utf-8")
-OF_THE_TRAINER = {"engines", "total_training_steps", "last_step", "best", "error"}
+OF_THE_TRAINER = {"engines", "runtime", "total_training_steps", "last_step", "best", "error"}
 """Keys that only a trainer adds."""
 
 
