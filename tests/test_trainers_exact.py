@@ -106,3 +106,11 @@ def test_temperature_reaches_both_sides(tmp_path):
     warm = train(tmp_path / "warm", *once)
     assert cool.last["training/rollout_probs_diff_max"] < 1e-5
     assert cool.last["actor/entropy"] < 0.9 * warm.last["actor/entropy"]
+
+
+def test_a_copy_in_the_rollouts_own_dtype_is_what_was_sent(tmp_path):
+    """Fingerprints are of the converted weights; the checks of warm start and run stay on."""
+    warm = "warm_start={steps: 1, batch_size: 4, eval_freq: 1, stop_at_score: 2.0}"
+    copied = ["rollout.share_weights=false", "rollout.engine.dtype=bfloat16", "trainer.total_training_steps=1", warm]
+    gap = train(tmp_path / "run", *copied).last["training/rollout_probs_diff_mean"]
+    assert 0 < gap < 0.02

@@ -169,6 +169,7 @@ class Runner:
             config.data.max_response_length,
             stop_token_ids=encoder.stop_token_ids,
             verify_sync=guards.weight_fingerprint,
+            dtype=setup.copy_dtype(config),
         )
         return RLTrainer(context, actor_role, rollout_role, reference, encoder, scorer, sampler, train_rows, val_rows)
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rlctl import device as devices
 from rlctl import evidence, registry, topology
@@ -100,6 +100,13 @@ def rollout_spec(context: Context, model: ModelConfig, *, name: str = "rollout")
     config = context.config.rollout
     axes = topology.resolve_rollout(context.pools.size(config.pool), config.parallel.model_dump())
     return _spec(context, name, BackendKind.ROLLOUT, config.backend, config.engine, axes, model, None)
+
+
+def copy_dtype(config: RunConfig) -> str | None:
+    """dtype in which a copy of the weights is sent to the rollout: the one that its engine section names, so that what
+    it serves is what was sent. None: the master weights' own."""
+    dtype = config.rollout.engine.get("dtype")
+    return dtype if dtype in get_args(ModelConfig.model_fields["dtype"].annotation) else None
 
 
 def _spec(

@@ -17,7 +17,14 @@ from rlctl.errors import DataError
 from rlctl.roles.budget import SkipBudget
 from rlctl.roles.rollout import RolloutRole
 from rlctl.trainers.evaluation import score_completions
-from rlctl.trainers.setup import Context, build_rollout_engine, build_train_engine, token_plan, with_schedule
+from rlctl.trainers.setup import (
+    Context,
+    build_rollout_engine,
+    build_train_engine,
+    copy_dtype,
+    token_plan,
+    with_schedule,
+)
 from rlctl.trainers.sft import SFTTrainer
 
 _SEED_STREAM = 7_919
@@ -78,6 +85,7 @@ def warm_start(
             sampling,
             config.data.max_response_length,
             encoder.stop_token_ids,
+            dtype=copy_dtype(config),
         )
     log: list[dict[str, Any]] = []
     with context.reporter.phase("warm start (SFT)", settings.steps) as bar:
