@@ -202,3 +202,19 @@ def test_the_json_schema_knows_the_chosen_engine_section(plugins: PluginSet) -> 
     )
     with pytest.raises(BackendUnavailableError):
         json_schema(plugins, "nothing")
+
+
+def test_an_address_is_ray_and_no_other_launcher_takes_one(plugins: PluginSet, run_file: Write) -> None:
+    path = run_file(BASE)
+    runtime = load_config(path, ["runtime.ray.address=auto"], plugins=plugins).config.runtime
+    assert runtime.chosen_launcher() == "ray"
+    assert load_config(path, ["runtime.nproc=2"], plugins=plugins).config.runtime.chosen_launcher() == "process"
+    assert load_config(path, [], plugins=plugins).config.runtime.chosen_launcher() == "inline"
+    for launcher in ("inline", "process"):
+        [problem] = problems_of(plugins, path, "runtime.ray.address=auto", f"runtime.launcher={launcher}")
+        assert "joins no cluster" in str(problem)
+
+
+def test_a_pool_that_is_not_there_says_how_to_make_it(plugins: PluginSet, run_file: Write) -> None:
+    [problem] = problems_of(plugins, run_file(BASE), "rollout.pool=gen")
+    assert "runtime.pools={gen: {nproc: 1}}" in str(problem)

@@ -323,7 +323,10 @@ class RunConfig(Strict):
             ("rollout.pool", self.rollout.pool),
         ):
             if pool and pool not in self.runtime.sizes():
-                faults.append(f"{path} is {pool!r}, and the pools are {', '.join(self.runtime.sizes())}")
+                faults.append(
+                    f"{path} is {pool!r}, and the pools are {', '.join(self.runtime.sizes())}; "
+                    f"runtime.pools={{{pool}: {{nproc: 1}}}} makes it"
+                )
         named = {self.actor.pool, self.ref.pool or self.actor.pool, self.rollout.pool}
         if idle := ", ".join(name for name in self.runtime.pools if name not in named):
             faults.append(

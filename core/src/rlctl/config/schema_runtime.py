@@ -42,7 +42,7 @@ class RuntimeConfig(Strict):
     launcher: Literal["auto", "inline", "process", "ray"] = Field(
         default="auto",
         description="inline: one rank in this very process. process: one process a rank on this host. ray: Ray actors, on "
-        "one node or many. auto: inline for one rank, else process.",
+        "one node or many. auto: ray where ray.address is set, else inline for one rank and process for more.",
     )
     nproc: Count = Field(default=1, description="Processes (ranks) of the main pool.")
     pools: dict[str, PoolConfig] = Field(
@@ -73,6 +73,8 @@ class RuntimeConfig(Strict):
             raise ValueError(
                 "launcher inline has one rank: set nproc to 1 without pools, or launcher to process or ray"
             )
+        if self.launcher in ("inline", "process") and self.ray.address is not None:
+            raise ValueError(f"launcher {self.launcher} joins no cluster: take ray.address out, or set launcher to ray")
         return self
 
     def sizes(self) -> dict[str, int]:
@@ -83,4 +85,6 @@ class RuntimeConfig(Strict):
         """``inline``, ``process`` or ``ray``."""
         if self.launcher != "auto":
             return self.launcher
+        if self.ray.address is not None:
+            return "ray"
         return "inline" if self.nproc == 1 and not self.pools else "process"

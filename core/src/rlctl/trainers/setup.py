@@ -242,9 +242,7 @@ def start_line(context: Context, actor: RemoteEngine, total_steps: int) -> str:
     config, info = context.config, actor.info
     model = f"{info.model_family}, {info.num_parameters / 1e6:.1f}M parameters"
     axes = evidence.axes_words({name: size for name, size in actor.axes.items() if size > 1})
-    ranks = (
-        f", {context.pools.num_ranks} ranks by {context.pools.launcher}, {axes}" if context.pools.num_ranks > 1 else ""
-    )
+    ranks = f", {_ranks_words(context)}, {axes}" if context.pools.num_ranks > 1 else ""
     on = f"{devices.device_name(context.device)} ({actor.name}{ranks})"
     if config.trainer.type == "sft":
         return f"SFT of {model}, on {on}: {total_steps} steps of {config.data.train_batch_size} rows"
@@ -253,6 +251,14 @@ def start_line(context: Context, actor: RemoteEngine, total_steps: int) -> str:
         f"{config.rollout.n} samples; reward: mean over samples, val score: held-out rows"
         + (", greedy" if config.rollout.val_kwargs.temperature == 0 else "")
     )
+
+
+def _ranks_words(context: Context) -> str:
+    """``2 ranks by process``, or ``pools main 2, gen 1 by process``."""
+    sizes = context.config.runtime.sizes()
+    if len(sizes) == 1:
+        return f"{context.pools.num_ranks} ranks by {context.pools.launcher}"
+    return f"pools {', '.join(f'{name} {size}' for name, size in sizes.items())} by {context.pools.launcher}"
 
 
 def run_name(resolved: ResolvedConfig) -> str:
