@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlctl.errors import CapabilityError
+from rlctl.runtime.ray_cluster import connect
 from rlctl.runtime.ray_resources import STRATEGIES, Ask, Cluster, Holding, Node, bundle_for, busy, check_total, room
 from rlctl.runtime.transports.ray_deaths import death_of
 
@@ -146,6 +147,12 @@ def test_an_actor_on_a_node_that_does_not_answer_is_gone_with_it() -> None:
     assert death_of(0, RuntimeError("Socket closed"), None, node_lives=False).cause == (
         "its node is gone; Ray says: Socket closed"
     )
+
+
+def test_rays_client_is_refused_with_the_way_to_go() -> None:
+    with pytest.raises(CapabilityError, match="cannot be carried by Ray's client") as caught:
+        connect("ray://10.0.0.1:10001")
+    assert "ray job submit" in str(caught.value.next)
 
 
 def test_the_transport_imports_no_ray_until_it_starts() -> None:

@@ -172,13 +172,20 @@ def connect(address: str | None) -> RayCluster:
     """A connection to the cluster at ``address``.
 
     Args:
-        address: ``auto``, ``HOST:PORT`` or ``ray://HOST:PORT`` of a cluster that exists; None for one of this run's own,
-            on this host's loopback.
+        address: ``auto`` or ``HOST:PORT`` of a cluster that exists and that this host is part of; None for one of this
+            run's own, on this host's loopback.
 
     Raises:
         CapabilityError: Ray is not installed, does not answer there, or is not the same version.
     """
     global _current
+    if address is not None and address.startswith("ray://"):
+        raise CapabilityError(
+            "a run cannot be carried by Ray's client, which keeps its controller outside of the cluster",
+            found=address,
+            wanted="auto, or HOST:PORT of the cluster, on one of its machines",
+            next="ray job submit --address http://HOST:8265 -- rlctl train ... --launcher ray --address auto",
+        )
     if importlib.util.find_spec("ray") is None:
         raise CapabilityError(
             "launcher ray needs Ray, which is not installed",
@@ -212,8 +219,9 @@ def _open(address: str | None) -> RayCluster:
 def _join(address: str) -> RayCluster:
     import ray
 
+    loopback = _is_on_loopback(address)
     try:
-        with _signals_kept(), _addresses(loopback=_is_on_loopback(address)):
+        with _signals_kept(), _addresses(loopback=loopback):
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
     except Exception as error:  # Ray has no class of its own for what can go wrong here
         ray.shutdown()
@@ -229,7 +237,7 @@ def _is_on_loopback(address: str) -> bool:
     """
     from ray._private import services
 
-    host, _, port = address.removeprefix("ray://").rpartition(":")
+    host, _, port = address.rpartition(":")
     host = host.strip("[]")
     if not port.isdigit():
         return False
@@ -237,7 +245,7 @@ def _is_on_loopback(address: str) -> bool:
         socket.create_connection((host, int(port)), timeout=_REACH_S).close()
     except OSError as error:
         raise _not_joined(address, error) from error
-    if address.startswith("ray://") or not (host == "localhost" or host.startswith("127.")):
+    if host != "localhost" and not host.startswith("127."):
         return False
     try:
         socket.create_connection((services.get_node_ip_address(), int(port)), timeout=_REACH_S).close()

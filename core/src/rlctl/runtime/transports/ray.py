@@ -34,7 +34,7 @@ from rlctl.runtime.records import Boot, Call, Death, Message
 from rlctl.runtime.status_board import decode_status
 from rlctl.runtime.transports.process import WORKER
 from rlctl.runtime.transports.ray_deaths import death_of, unreachable
-from rlctl.runtime.transports.ray_rank import ENDED, RankActor, RankSpec
+from rlctl.runtime.transports.ray_rank import CONCURRENCY, ENDED, RankActor, RankSpec
 
 PREFIXES = (
     *("RLCTL_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH", "PYTORCH_", "OMP_", "MKL_"),
@@ -93,8 +93,8 @@ class RayTransport:
     """See :class:`rlctl.runtime.transports.base.Transport`.
 
     Args:
-        address: of a cluster that exists (``auto``, ``HOST:PORT``, ``ray://HOST:PORT``); None for one of this run's own, on
-            this host. See :func:`rlctl.runtime.ray_cluster.connect`.
+        address: of a cluster that exists (``auto``, ``HOST:PORT``); None for one of this run's own, on this host. See
+            :func:`rlctl.runtime.ray_cluster.connect`.
         strategy: how ranks are laid out over nodes: PACK, STRICT_PACK, SPREAD or STRICT_SPREAD.
         cpus_per_rank: CPUs that Ray sets aside for a rank, beside its accelerator.
         placement_timeout_s: longest wait for what the cluster has, but not free.
@@ -153,8 +153,10 @@ class RayTransport:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        for method, concurrency_group in CONCURRENCY.items():
+            ray.method(concurrency_group=concurrency_group)(getattr(RankActor, method))
         remote: Any = ray.remote  # its overloads leave this argument out
-        actor = remote(concurrency_groups={"listen": 1, "look": 1})(RankActor)
+        actor = remote(concurrency_groups=dict.fromkeys(CONCURRENCY.values(), 1))(RankActor)
         marker = uuid.uuid4().hex
         env = _environment()
         for boot in boots:
@@ -219,7 +221,7 @@ class RayTransport:
         return [message for rank, answer in answers for message in self._heard(rank, answer)]
 
     def _listen(self, rank: _Rank) -> None:
-        said = rank.actor.listen.options(concurrency_group="listen").remote(rank.heard)
+        said = rank.actor.listen.remote(rank.heard)
         said.future().add_done_callback(lambda answer: self._answers.put((rank, answer)))
 
     def _ask_again(self) -> float:
@@ -284,7 +286,7 @@ class RayTransport:
         self._looked(0.0)  # what was asked for last time and came too late
         for rank in self._ranks:
             if not rank.gone and rank.looking is None:
-                rank.looking = rank.actor.look.options(concurrency_group="look").remote().future()
+                rank.looking = rank.actor.look.remote().future()
         self._looked(_LOOK_S)
         return [rank.status for rank in self._ranks]
 
@@ -298,9 +300,7 @@ class RayTransport:
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         asked = {
-            rank: rank.actor.stacks.options(concurrency_group="look").remote().future()
-            for rank in self._ranks
-            if rank.number in ranks and not rank.gone
+            rank: rank.actor.stacks.remote().future() for rank in self._ranks if rank.number in ranks and not rank.gone
         }
         return {rank.number: text for rank, text in _answered(asked, _STACKS_S) if text}
 
@@ -335,12 +335,12 @@ def _end(group: _Group) -> None:
     import ray
     from ray.exceptions import RayError
 
-    _answered({r: r.actor.end.options(concurrency_group="look").remote().future() for r in group.ranks}, _END_S)
+    _answered({r: r.actor.end.remote().future() for r in group.ranks}, _END_S)
     for rank in group.ranks:
         with contextlib.suppress(RayError, ValueError):
             ray.kill(rank.actor, no_restart=True)
     # A call that can only fail tells when an actor is gone.
-    _answered({r: r.actor.end.options(concurrency_group="look").remote().future() for r in group.ranks}, _END_S)
+    _answered({r: r.actor.end.remote().future() for r in group.ranks}, _END_S)
     group.cluster.remove(group.placement)
 
 

@@ -33,6 +33,8 @@ from rlctl.runtime.transports.stacks import tidy
 
 SAID, ENDED = "said", "ended"
 """What an answer of :meth:`RankActor.listen` begins with: a frame of the rank, or how it ended."""
+CONCURRENCY = {"listen": "listen", "look": "look", "stacks": "look", "end": "look"}
+"""Method -> its group of one thread. The others have a thread too, and so an order."""
 _EVENT = f'"{Event.__module__}:{Event.__qualname__}"'.encode()
 _GATHER_S = 0.05
 _POLL_S = 0.1
@@ -61,7 +63,7 @@ class RankSpec:
 
 
 class RankActor:
-    """See the module. Its calls come in three concurrency groups: frames in order, ``listen``, and ``look``.
+    """See the module. Frames, listening and looking have a thread each, see :data:`CONCURRENCY`.
 
     Args:
         spec: header of an encoded :class:`RankSpec`.
