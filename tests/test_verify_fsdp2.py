@@ -32,6 +32,7 @@ def rlctl_engine_wrappers(backend, role):
     return [("fault", "verify_faults:Faulty")] if role == "actor" else []
 """
 ALWAYS = {"export_names", "export", "log_probs", "entropy", "loss", "grad_norm", "gradients", "weights", "checkpoint"}
+ADAMW = {"loss_adamw", "grad_norm_adamw", "weights_adamw"}
 
 # (fault, topology, model, what must fail, what must not)
 CONTROLS: list[tuple[str, str, str, set[str], set[str]]] = [
@@ -42,7 +43,7 @@ CONTROLS: list[tuple[str, str, str, set[str], set[str]]] = [
     ("one_rank_not_reduced", "dp_shard=2", "qwen3", {"gradients", "grad_norm", "weights"}, {"export"}),
     ("stale_mask", "dp_shard=2", "qwen3", {"log_probs", "entropy", "loss", "gradients"}, {"export"}),
     ("shifted_mask", "dp_shard=2", "qwen3", {"log_probs", "entropy", "loss", "gradients"}, {"export"}),
-    ("moments_forgotten", "dp_shard=2", "qwen3", {"checkpoint"}, ALWAYS - {"checkpoint"} | {"weights_adamw"}),
+    ("moments_forgotten", "dp_shard=2", "qwen3", {"checkpoint"}, ALWAYS - {"checkpoint"} | ADAMW),
     ("positions_not_reset", "dp_shard=2", "gpt2", {"log_probs", "loss", "gradients"}, {"export"}),
     ("misrouted", "dp_shard=2", "qwen3_moe", {"experts", "expert_tokens", "log_probs"}, {"export"}),
     ("positions_of_slices", "usp=2", "qwen3", {"log_probs", "loss", "gradients"}, {"export"}),
@@ -57,6 +58,10 @@ class Lab:
         self.plugins = plugins
         self._verifier = verifier
         self._fault_file = fault_file
+
+    def forget(self) -> None:
+        """What was learnt of the backend: the next engine has SGD again."""
+        self._verifier._without_sgd.clear()
 
     def run(self, topology: str | None, *families: str, fault: str = "", record: bool = False, **more: Any) -> Report:
         self._fault_file.write_text(fault)
@@ -112,7 +117,7 @@ def test_verify_passes_every_topology_of_two_ranks(lab: Lab) -> None:
     axes = [dict(c.topology) for c in report.cases]
     assert sorted(map(str, axes)) == sorted(map(str, [{}, {"dp_shard": 2}, {"dp_replicate": 2}, {"usp": 2}]))
     for case in report.cases:
-        assert ALWAYS | {"weights_adamw"} == set(case.deltas)
+        assert set(case.deltas) == ALWAYS | ADAMW
         # One micro-batch would prove nothing about accumulation.
         assert min(case.micro_batches.values()) > 1
         assert case.skipped == {"losses of a value_model": "the backend fsdp2 declares no value_model"}
@@ -144,6 +149,16 @@ def test_verify_names_what_a_fault_breaks(
 
 def test_every_fault_is_a_control() -> None:
     assert {c[0] for c in CONTROLS} == set(FAULTS)
+
+
+def test_verify_engines_without_sgd_are_measured_with_smooth_steps(lab: Lab) -> None:
+    report = lab.run(None, "llama", fault="sgd_refused")
+    [case] = report.cases
+    assert report.passed, shown(report)
+    assert "the engine refuses it" in case.skipped["sgd"]
+    assert set(case.deltas) >= ALWAYS | ADAMW
+    assert set(case.micro_batches) == {"sft-smooth", "grpo-smooth", "grpo-adamw"}
+    lab.forget()
 
 
 def test_verify_mixture_of_experts_compares_routing(lab: Lab) -> None:

@@ -19,8 +19,9 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 import rlctl_fsdp.engine
+from rlctl.errors import ConfigError
 from rlctl.hookspecs import hookimpl
-from rlctl_fsdp import layout, place, shard, state
+from rlctl_fsdp import layout, optim, place, shard, state
 from rlctl_fsdp.module import ScoreJob
 
 FAULT_FILE = "RLCTL_TEST_VERIFY_FAULT_FILE"
@@ -165,6 +166,18 @@ def misrouted(patch: Patch) -> None:
     patch.setattr(Qwen3MoeTopKRouter, "forward", wrong)
 
 
+def sgd_refused(patch: Patch) -> None:
+    """No fault: an engine that has AdamW only."""
+    sound = optim._optimizer
+
+    def refuse(groups: Any, settings: Any) -> Any:
+        if settings["name"] == "sgd":
+            raise ConfigError("this engine has no such optimizer", found="sgd", wanted="adamw")
+        return sound(groups, settings)
+
+    patch.setattr(optim, "_optimizer", refuse)
+
+
 FAULTS: dict[str, Callable[[Patch], None]] = {
     f.__name__: f
     for f in (
@@ -180,6 +193,7 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
         misrouted,
     )
 } | {"positions_not_reset": _positions, "positions_of_slices": _positions}
+ENGINES = {**FAULTS, "sgd_refused": sgd_refused}
 
 
 class Faulty:
@@ -189,7 +203,7 @@ class Faulty:
         self._patch = pytest.MonkeyPatch()
         name = Path(os.environ[FAULT_FILE]).read_text().strip()
         if name:
-            FAULTS[name](self._patch)
+            ENGINES[name](self._patch)
 
     @hookimpl(wrapper=True)
     def rlctl_shutdown(self) -> Generator[None, Any, Any]:

@@ -148,3 +148,18 @@ def test_verify_relative_difference_of_nothing() -> None:
     assert compare.relative(0.0, 0.0) == 0.0
     assert compare.relative(1.0, 0.0) > 1e100
     assert compare.relative(1.1, 1.0) == pytest.approx(0.1)
+
+
+def test_verify_what_an_engine_leaves_out_after_a_step_is_no_pass(file: Tensors) -> None:
+    names = file.names
+    part = [(name, tensor) for name, tensor in export(file) if name != names[0]]
+    for tied in (frozenset(), frozenset({names[0]})):
+        deltas = Deltas()
+        compare.compare_gradients(deltas, part, file, file, 1.0, "here", tied=tied)
+        compare.compare_bounded(deltas, part, file, file, "here", tied)
+        values = {quantity: deltas.found[quantity] for quantity in ("gradients", "weights_adamw")}
+        for found in values.values():
+            assert (f"{names[0]} is missing" in found.where) is not bool(tied)
+    nothing = Deltas()
+    compare.compare_bounded(nothing, [], file, file, "here")
+    assert math.isinf(nothing.found["weights_adamw"].value)

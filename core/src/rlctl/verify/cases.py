@@ -42,7 +42,7 @@ class RunPlan:
 
     Args:
         loss: its name in reports: ``sft``, ``grpo``.
-        rule: ``sgd`` or ``adamw``; learning rate and clipping are worked out from the first gradient.
+        rule: ``sgd``, ``smooth`` (what stands in for it) or ``adamw``; see :func:`rule_of`.
     """
 
     name: str
@@ -66,6 +66,14 @@ RUNS: Mapping[ModelType, tuple[RunPlan, ...]] = {
     ),
 }
 """Runs by model type."""
+
+
+def without_sgd(plans: Sequence[RunPlan]) -> tuple[RunPlan, ...]:
+    """The same runs for an engine that has no SGD."""
+    return tuple(
+        replace(p, name=p.name.replace("sgd", "smooth"), rule="smooth") if p.rule == "sgd" else p for p in plans
+    )
+
 
 WITHOUT_RUNS: Mapping[ModelType, str] = {
     ModelType.VALUE_MODEL: "this version of rlctl has no value loss to train a value model with",
@@ -175,13 +183,14 @@ def rule_of(name: str, grad_norm: float, loss: float, weight_norm: float) -> Rul
     """An update rule for a model whose first gradient has ``grad_norm``.
 
     SGD moves the weights as a whole by a fiftieth of their size, but expects to change the loss by a quarter of it at most:
-    far enough to read the gradient off the step, not so far that the next one starts somewhere else. AdamW clips to half the
-    norm, so that clipping is part of what is compared.
+    far enough to read the gradient off the step, not so far that the next one starts somewhere else. ``smooth`` is AdamW with
+    an eps of 1: it moves a weight by about as much, the first time by lr g / (|g| + 1), which can be turned round, and is as
+    little upset by small errors. AdamW clips to half the norm, so that clipping is part of what is compared.
     """
     if name == "adamw":
         return Rule("adamw", lr=1e-3, clip=0.5 * grad_norm)
     lr = min(0.02 * weight_norm / grad_norm, 0.25 * max(abs(loss), 0.1) / grad_norm**2)
-    return Rule("sgd", lr=lr)
+    return Rule("sgd", lr=lr) if name == "sgd" else Rule("adamw", lr=lr, eps=1.0)
 
 
 ALL_AGGREGATIONS = tuple(str(mode) for mode in LossAggMode)

@@ -186,19 +186,45 @@ def gradient_scales(gradient: Tensors) -> dict[str, float]:
 
 
 def compare_gradients(
-    deltas: Deltas, export: Iterable[tuple[str, torch.Tensor]], start: Tensors, gradient: Tensors, lr: float, when: str
+    deltas: Deltas,
+    export: Iterable[tuple[str, torch.Tensor]],
+    start: Tensors,
+    gradient: Tensors,
+    lr: float,
+    when: str,
+    eps: float | None = None,
+    tied: frozenset[str] = frozenset(),
 ) -> None:
-    """Gradients read off one SGD step: (weight before - weight after) / lr, less what float32 weights cannot resolve."""
+    """Gradients read off one step, less what float32 weights cannot resolve.
+
+    Args:
+        lr: an SGD step moves a weight by ``lr * g``.
+        eps: of AdamW, whose first step moves it by ``lr * g / (|g| + eps)``; None for SGD.
+        tied: names that an export may leave out, being copies of another weight; any other that is left out counts as
+            infinitely far off, here and in the comparisons below.
+    """
     scales = gradient_scales(gradient)
     overall = OVERALL * max(scales.values())
+    seen: set[str] = set()
     for name, after in export:
+        seen.add(name)
         if name not in gradient:
             continue
         before, wanted = start[name].double(), gradient[name].double()
         found = (before - after.double().cpu()) / lr
         blur = 2 * FLOAT32_EPS * torch.maximum(before.abs(), after.double().cpu().abs()) / lr
+        if eps is not None:
+            left = (1.0 - found.abs()).clamp(min=1e-12)
+            found, blur = found * eps / left, blur * eps / left**2
         off = ((found - wanted).abs() - blur).clamp(min=0.0)
         deltas.note("gradients", largest(off) / max(scales[name], overall), f"{name}, {when}")
+    _left_out(deltas, "gradients", scales, seen | tied, when)
+
+
+def _left_out(deltas: Deltas, quantity: str, names: Iterable[str], excused: set[str], when: str) -> None:
+    for name in names:
+        if name not in excused:
+            deltas.note(quantity, math.inf, f"{name} is missing, {when}")
 
 
 def compare_two_gradients(deltas: Deltas, found: Tensors, wanted: Tensors) -> None:
@@ -210,31 +236,47 @@ def compare_two_gradients(deltas: Deltas, found: Tensors, wanted: Tensors) -> No
 
 
 def compare_weights(
-    deltas: Deltas, export: Iterable[tuple[str, torch.Tensor]], start: Tensors, wanted: Tensors, when: str
+    deltas: Deltas,
+    export: Iterable[tuple[str, torch.Tensor]],
+    start: Tensors,
+    wanted: Tensors,
+    when: str,
+    tied: frozenset[str] = frozenset(),
 ) -> None:
     """Weights after some SGD steps, relative to how far each weight moved."""
     scales = movement_scales(start, wanted)
     overall = OVERALL * max(scales.values())
+    seen: set[str] = set()
     for name, after in export:
+        seen.add(name)
         if name not in scales:
             continue
         goal = wanted[name].double()
         blur = 4 * FLOAT32_EPS * goal.abs()
         off = ((after.double().cpu() - goal).abs() - blur).clamp(min=0.0)
         deltas.note("weights", largest(off) / max(scales[name], overall), f"{name}, {when}")
+    _left_out(deltas, "weights", scales, seen | tied, when)
 
 
 def compare_bounded(
-    deltas: Deltas, export: Iterable[tuple[str, torch.Tensor]], wanted: Tensors, bound: Tensors, when: str
+    deltas: Deltas,
+    export: Iterable[tuple[str, torch.Tensor]],
+    wanted: Tensors,
+    bound: Tensors,
+    when: str,
+    tied: frozenset[str] = frozenset(),
 ) -> None:
     """Weights after AdamW: each element's difference in units of its own bound."""
+    seen: set[str] = set()
     for name, after in export:
+        seen.add(name)
         if name not in wanted:
             continue
         goal = wanted[name].double()
         allowed = bound[name].double() + 4 * FLOAT32_EPS * goal.abs() + 1e-12
         ratio = (after.double().cpu() - goal).abs() / allowed
         deltas.note("weights_adamw", largest(ratio.nan_to_num(math.inf)), f"{name}, {when}")
+    _left_out(deltas, "weights_adamw", wanted.names, seen | tied, when)
 
 
 def compare_experts(

@@ -223,7 +223,7 @@ def _widened(
             deltas.note(f"grad_norm{later}", compare.relative(a.grad_norm, b.grad_norm))
         with Tensors(directory) as start, Tensors(found.weights) as mine, Tensors(truth.weights) as theirs:
             export = ((n, mine[n]) for n in mine.names)
-            if truth.bound is None:
+            if plan.rule != "adamw" or truth.bound is None:
                 compare.compare_weights(deltas, export, start, theirs, plan.name)
             else:
                 with Tensors(truth.bound) as bound:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from rlctl.config.schema import ModelConfig
+from rlctl.errors import ConfigError
 from rlctl.runtime.group import WorkerGroup
 from rlctl.runtime.records import BuildSpec
 from rlctl.runtime.remote import RemoteEngine
@@ -76,11 +77,12 @@ def measure(
         report: told when a run has ended.
 
     Raises:
+        SgdRefusedError: the engine refuses its settings for an SGD run.
         RlctlError: the engine refuses, a rank fails, or the replicas disagree.
     """
     for number, plan in enumerate(plans):
         rule, run = expected.runs[plan.name]
-        engine = RemoteEngine.build(group, _spec(target, expected.directory, rule))
+        engine = _build(group, target, expected.directory, rule)
         try:
             if number == 0:
                 measured.notes |= dict(engine.info.notes)
@@ -89,6 +91,21 @@ def measure(
         finally:
             engine.shutdown()
         report()
+
+
+class SgdRefusedError(ConfigError):
+    """The engine has no plain SGD: its runs need another rule (see :func:`rlctl.verify.cases.without_sgd`)."""
+
+
+def _build(group: WorkerGroup, target: Target, directory: Path, rule: Rule) -> RemoteEngine:
+    try:
+        return RemoteEngine.build(group, _spec(target, directory, rule))
+    except ConfigError as error:
+        if rule.name != "sgd":
+            raise
+        raise SgdRefusedError(
+            error.what, found=error.found, wanted=error.wanted, next=error.next, details=error.details
+        ) from error
 
 
 def _spec(target: Target, directory: Path, rule: Rule) -> BuildSpec:
@@ -181,15 +198,19 @@ def _train(
         later = "_adamw" if plan.rule == "adamw" and number else ""
         deltas.note(f"loss{later}", abs(ended[0] - wanted.loss) / wanted.scale, when)
         deltas.note(f"grad_norm{later}", compare.relative(ended[1], wanted.grad_norm), when)
-        if number == 0 and plan.rule == "sgd":
+        if number == 0 and plan.rule != "adamw":
+            eps = None if rule.name == "sgd" else rule.eps
             with Tensors(expected.directory) as start, Tensors(run.gradient) as gradient:
-                compare.compare_gradients(deltas, exported(engine), start, gradient, rule.lr, plan.name)
+                compare.compare_gradients(
+                    deltas, exported(engine), start, gradient, rule.lr, plan.name, eps, expected.tied
+                )
     with Tensors(expected.directory) as start, Tensors(run.weights) as weights:
-        if run.bound is None:
-            compare.compare_weights(deltas, exported(engine), start, weights, plan.name)
+        if plan.rule != "adamw":
+            compare.compare_weights(deltas, exported(engine), start, weights, plan.name, expected.tied)
         else:
+            assert run.bound is not None, "the reference follows the same rule"
             with Tensors(run.bound) as bound:
-                compare.compare_bounded(deltas, exported(engine), weights, bound, plan.name)
+                compare.compare_bounded(deltas, exported(engine), weights, bound, plan.name, expected.tied)
     if plan.rule == "adamw":
         _load_again(engine, state, lambda: step(last), ended, deltas)
         shutil.rmtree(state, ignore_errors=True)

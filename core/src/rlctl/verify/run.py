@@ -6,7 +6,7 @@ import itertools
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -17,9 +17,9 @@ from rlctl.plugins import BackendRecord, PluginSet
 from rlctl.records import ModelType
 from rlctl.topology import Topology
 from rlctl.verify import tiny
-from rlctl.verify.cases import MIN_RANKS, RUNS, WITHOUT_RUNS
+from rlctl.verify.cases import MIN_RANKS, RUNS, WITHOUT_RUNS, RunPlan, without_sgd
 from rlctl.verify.expect import Expected, expect
-from rlctl.verify.measure import Measured, Target, measure
+from rlctl.verify.measure import Measured, SgdRefusedError, Target, measure
 from rlctl.verify.models import without_dropout
 from rlctl.verify.ranks import Ranks
 from rlctl.verify.report import Case, LeftOut, Report, record_case
@@ -73,6 +73,7 @@ class Verifier:
         self._scratch = tempfile.TemporaryDirectory(prefix="rlctl_verify_")
         self._ranks: Ranks | None = None
         self._num_cases = 0
+        self._without_sgd: set[str] = set()
 
     def __enter__(self) -> Verifier:
         return self
@@ -126,10 +127,10 @@ class Verifier:
         return jobs, left_out
 
     # ---- running ----------------------------------------------------------------------------------------------
-    def _expect(self, request: Request, job: _Job) -> Expected:
+    def _expect(self, request: Request, job: _Job, plans: Sequence[RunPlan]) -> Expected:
         num_ranks = max(MIN_RANKS, *(t.world_size for t in request.topologies))
         source = job.sizes.slug if job.sizes is not None else str(job.directory)
-        key = (job.model_type, source, request.device, request.dtype, num_ranks)
+        key = (job.model_type, source, request.device, request.dtype, num_ranks, *(p.name for p in plans))
         if key not in self._expected:
             self._watcher.begin(f"reference of {job.model}")
             scratch = Path(self._scratch.name)
@@ -141,7 +142,7 @@ class Verifier:
                 self._messages += [f"{job.model}: {changed} set to 0, for both sides"] if changed else []
             self._expected[key] = expect(
                 directory,
-                RUNS[job.model_type],
+                plans,
                 device=request.device.type,
                 dtype=request.dtype,
                 num_ranks=num_ranks,
@@ -151,12 +152,20 @@ class Verifier:
         return self._expected[key]
 
     def _case(self, request: Request, job: _Job, ranks: Ranks) -> Case:
-        expected = self._expect(request, job)
+        expected = self._expect(request, job, self._plans(request, job))
         axes = job.topology.axes()
         self._watcher.begin(f"{words(job.topology)}, {job.model}")
         began = time.monotonic()
         target = Target(request.backend.spec.name, str(job.model_type), axes, request.settings, request.master)
-        measured, error = self._measure(job, target, expected, ranks)
+        measured, error = self._measure(request, job, target, expected, ranks)
+        if isinstance(error, SgdRefusedError):
+            self._without_sgd.add(target.backend)
+            expected = self._expect(request, job, self._plans(request, job))
+            measured, error = self._measure(request, job, target, expected, ranks)
+        if target.backend in self._without_sgd:
+            measured.skipped["sgd"] = (
+                "the engine refuses it; AdamW steps with an eps of 1 stand in, whose update is smooth"
+            )
         measured.skipped |= _heads_without_runs(request.backend)
         for quantity, why in expected.too_coarse.items():
             if measured.deltas.found.pop(quantity, None) is not None:
@@ -181,8 +190,12 @@ class Verifier:
         )
         return self._record(request, case) if request.record else case
 
+    def _plans(self, request: Request, job: _Job) -> Sequence[RunPlan]:
+        plans = RUNS[job.model_type]
+        return without_sgd(plans) if request.backend.spec.name in self._without_sgd else plans
+
     def _measure(
-        self, job: _Job, target: Target, expected: Expected, ranks: Ranks
+        self, request: Request, job: _Job, target: Target, expected: Expected, ranks: Ranks
     ) -> tuple[Measured, RlctlError | None]:
         """One case; an engine that cannot follow another one in its process gets processes of its own."""
         for fresh in (False, True):
@@ -192,8 +205,10 @@ class Verifier:
             scratch = Path(self._scratch.name) / f"case-{self._num_cases}"
             try:
                 group = ranks.group(job.topology.world_size, fresh=fresh)
-                measure(group, target, RUNS[job.model_type], expected, scratch, measured, self._watcher.beat)
+                measure(group, target, self._plans(request, job), expected, scratch, measured, self._watcher.beat)
                 return measured, None
+            except SgdRefusedError as error:
+                return measured, error
             except Exception as error:  # plugin boundary: an engine in this very process may raise anything
                 # With deltas at hand it is a finding; without any, in a used group, perhaps only a leftover.
                 if fresh or measured.deltas.found or ranks.starts > starts or job.topology.world_size == 1:
