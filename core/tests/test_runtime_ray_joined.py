@@ -71,7 +71,10 @@ def test_ranks_spread_over_the_nodes_with_their_own_local_ranks(cluster: RayClus
     found = [[e[name] for name in names] for e in group.call("environment", names)]
     assert found == [["0", "0", "2", "lo"], ["1", "1", "2", "lo"], ["2", "0", "2", "lo"], ["3", "1", "2", "lo"]]
     placement = group._transport._group.placement  # type: ignore[attr-defined]
-    assert placement.nodes == (nodes.ids[0], nodes.ids[0], nodes.ids[1], nodes.ids[1])
+    # Rank 0 sees the controller's files: its node comes first.
+    here = ray.get_runtime_context().get_node_id()
+    (other,) = set(nodes.ids) - {here}
+    assert placement.nodes == (here, here, other, other)
     ranks = [h.pid for h in group.hellos]
     group.close()
     assert all_gone(ranks, 5.0) == []
@@ -208,10 +211,12 @@ def test_a_controller_that_is_killed_leaves_nothing_on_the_cluster(cluster: RayC
 
 def test_the_last_a_node_that_dies_ends_the_call(cluster: RayCluster, nodes: SimulatedNodes) -> None:
     """The last one here: the node stays dead."""
+    if ray.get_runtime_context().get_node_id() == nodes.ids[1]:
+        pytest.skip("Ray has attached this very process to the node that would die")
     group = group_on(nodes.address, 2, strategy="STRICT_SPREAD")
     group.start()
     begun = time.monotonic()
-    killer = threading.Timer(1.0, nodes.remove, (1,))
+    killer = threading.Timer(2.5, nodes.remove, (1,))
     killer.start()
     with pytest.raises(WorkerError) as caught:
         group.call("at", 1, "hang")
