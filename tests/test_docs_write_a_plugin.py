@@ -142,6 +142,7 @@ def test_the_page_is_read(page: Page) -> None:
         ["rlctl", "plugins"],
         ["rlctl", "doctor"],
         ["pytest", "-q"],
+        ["rlctl", "verify"],
         ["rlctl", "train"],
         ["rlctl", "runs"],
     ]
