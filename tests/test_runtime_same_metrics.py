@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
+from dataclasses import replace as changed_copy
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from frozen_rollouts import Recording, largest_difference, record, replay, warm_model
 
 from rlctl.trainers.run import RunResult
@@ -54,13 +51,39 @@ def test_processes_compute_what_one_process_does(inline: Recorded, tmp_path: Pat
     assert largest_difference(one, many, extremes=True) < (10 * TOLERANCE, "")
 
 
+def _on_ray(inline: Recorded, folder: Path, *overrides: str) -> RunResult:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'rlctl-core[ray]'")
+    one, recording, model = inline
+    many = replay(folder / "run", model, recording, "runtime.launcher=ray", "runtime.nproc=2", *overrides)
+    runtime = json.loads((many.path / "manifest.json").read_text())["runtime"]
+    assert runtime["launcher"] == "ray"
+    assert len({rank["pid"] for rank in runtime["pools"]["main"]["ranks"]}) == 2
+    assert largest_difference(one, many) < (TOLERANCE, "")
+    assert largest_difference(one, many, extremes=True) < (10 * TOLERANCE, "")
+    return many
+
+
+def test_two_ray_workers_compute_what_one_process_does(inline: Recorded, tmp_path: Path) -> None:
+    _on_ray(inline, tmp_path)
+
+
+def test_two_ray_nodes_compute_what_one_process_does(inline: Recorded, tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'rlctl-core[ray]'")
+    from rlctl.testing.ray_nodes import simulated_nodes
+
+    with simulated_nodes(2, cpus=2) as nodes:
+        # One rank fits each node: the actor's replicas meet over the nodes' network.
+        where = [f"runtime.ray.address={nodes.address}", "runtime.ray.strategy=STRICT_SPREAD"]
+        run = _on_ray(inline, tmp_path, *where)
+        logs = sorted(p.name for p in (run.path / "workers" / "main").iterdir())
+        assert logs == ["rank_0.log", "rank_1.log"]
+
+
 def test_the_comparison_sees_one_changed_token(inline: Recorded, tmp_path: Path) -> None:
     one, recording, model = inline
-    from dataclasses import replace
-
     seed, completions = next(iter(recording.items()))
     first = completions[0]
-    changed = replace(first, token_ids=[*first.token_ids[:-1], first.token_ids[-1] ^ 1])
+    changed = changed_copy(first, token_ids=[*first.token_ids[:-1], first.token_ids[-1] ^ 1])
     other = replay(
         tmp_path / "run", model, {**recording, seed: [changed, *completions[1:]]}, "guards.rollout_logprob_check=false"
     )
@@ -69,7 +92,5 @@ def test_the_comparison_sees_one_changed_token(inline: Recorded, tmp_path: Path)
 
 def _only_common(run: RunResult, other: RunResult) -> RunResult:
     """``run`` with the metrics that ``other`` has, for what the switched-off check no longer reports."""
-    from dataclasses import replace
-
     pairs = zip(run.history, other.history, strict=True)
-    return replace(run, history=[{k: mine.get(k, theirs[k]) for k in theirs} for mine, theirs in pairs])
+    return changed_copy(run, history=[{k: mine.get(k, theirs[k]) for k in theirs} for mine, theirs in pairs])
