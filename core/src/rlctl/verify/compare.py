@@ -7,7 +7,7 @@ The largest delta of each quantity is kept, with the place where it was. Nothing
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -306,9 +306,3 @@ def _tokens_of(experts: torch.Tensor, clear: torch.Tensor, num_experts: int) -> 
     """``[L, E]`` number of tokens that chose each expert of each layer."""
     one_hot = torch.nn.functional.one_hot(experts.clamp(min=0), num_experts).sum(-2)
     return (one_hot * clear[..., None]).sum(0)
-
-
-def walk(export: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Owns each tensor: an engine in this process hands out its live weights."""
-    for name, tensor in export:
-        yield name, tensor.detach().cpu().clone()

@@ -81,8 +81,6 @@ class Reference:
         compute: torch.dtype = torch.float32,
         report: Callable[[], None] = lambda: None,
     ) -> None:
-        self._directory = directory
-        self._compute = compute
         self._report = report
         # Any: transformers' own annotations wrap the methods that nn.Module has.
         loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
