@@ -246,7 +246,7 @@ def test_a_controller_that_is_ended_leaves_no_ray() -> None:
     )
     assert process.stdout is not None
     directory, first = _said(process.stdout.readline())
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     assert process.stdout.readline() == "0\n"
     assert all_gone(first, 5.0) == []
     directory, second = _said(process.stdout.readline())

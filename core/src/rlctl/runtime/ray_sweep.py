@@ -1,8 +1,7 @@
-"""Waits beside a controller until it is gone, however that came about, then ends what is left of its Ray cluster.
+"""Ending what is left of a Ray cluster of which nothing is known but its directory.
 
-Run as a script in a process and session of its own; it imports nothing of rlctl. Ray's own processes mostly end with their
-driver, but its agents try for a minute to reach a cluster that is no more. They are known by the cluster's directory, in
-which each has its log files open: their command lines and environments they overwrite.
+Ray's own processes mostly end with their driver, but its agents try for a minute to reach a cluster that is no more. Each has
+its log files open in the cluster's directory; their command lines and environments they overwrite.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import contextlib
 import os
 import shutil
 import signal
-import sys
 import time
 
 _LIMIT_S = 15.0
@@ -51,9 +49,3 @@ def sweep(directory: str, controller: int) -> None:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.1)
     shutil.rmtree(directory, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    _directory, _controller = sys.argv[1:]
-    sys.stdin.buffer.read()  # it ends when the controller closes its end, or is gone
-    sweep(_directory, int(_controller))

@@ -57,6 +57,10 @@ def simulated_nodes(count: int, cpus: float, **resources: float) -> Iterator[Sim
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_AUTH_MODE": "disabled",
         "RAY_TMPDIR": directory,
+        # A node that is gone is noticed within seconds.
+        "RAY_health_check_period_ms": "1000",
+        "RAY_health_check_timeout_ms": "3000",
+        "RAY_health_check_failure_threshold": "3",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     process = subprocess.Popen(

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlctl.interrupts import STOP_SIGNALS
 from rlctl.runtime import launch, meeting, wire
 from rlctl.runtime.channel import Frame, Layout, parcel
 from rlctl.runtime.launch import Launch
@@ -85,7 +86,7 @@ class RankActor:
         self._answers = 0
         self._answer: list[tuple[Any, ...]] = []
         self._gone = threading.Event()
-        # In the main thread, where an actor is made: the system kills the rank with the thread that started it.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # see rlctl.runtime.ray_host; a rank inherits the mask
         log = _log_path(self._spec.log_dir, self._scratch.name, boot.rank)
         self._rank = RankProcess(self._boot, log, self._scratch.name, self._spec.marker, self._environment())
         threading.Thread(target=self._watch, name="rlctl-watch", daemon=True).start()
