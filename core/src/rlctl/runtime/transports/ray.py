@@ -50,7 +50,8 @@ _END_S = 5.0
 
 @dataclass(frozen=True)
 class Packed:
-    """A call ready to be sent, any number of times. ``body`` is bytes, or a reference into Ray's object store."""
+    """A call ready to be sent, any number of times. ``body`` is bytes, or a reference to its size and pieces in Ray's object
+    store."""
 
     table_size: int
     header_size: int
@@ -201,9 +202,9 @@ class RayTransport:
         import numpy
         import ray
 
-        array = numpy.zeros(layout.size, dtype=numpy.uint8)
-        layout.write_to(array)
-        return Packed(layout.table_size, layout.header_size, ray.put(array))
+        # As pieces: they go from where they lie into the object store, and nowhere else.
+        pieces = [(start, numpy.frombuffer(piece, dtype=numpy.uint8)) for start, piece in layout.pieces if len(piece)]
+        return Packed(layout.table_size, layout.header_size, ray.put((layout.size, pieces)))
 
     def send(self, rank: int, packed: Any) -> None:
         found = self._ranks[rank]

@@ -110,9 +110,9 @@ class RankActor:
 
     # ---- frames -----------------------------------------------------------------------------------------------
     def send(self, table_size: int, header_size: int, body: Any) -> None:
-        """Hand a frame to the rank. ``body`` is bytes or an array of them, left as it is."""
-        data = memoryview(body).cast("B")
-        frame = parcel(Layout(table_size, header_size, len(data), [(0, data)]))
+        """Hand a frame to the rank. ``body`` is bytes, or (size, [(offset, array of bytes), ...])."""
+        size, pieces = body if isinstance(body, tuple) else (len(body), [(0, body)])
+        frame = parcel(Layout(table_size, header_size, size, [(start, memoryview(piece)) for start, piece in pieces]))
         rank = self._rank
         with contextlib.suppress(OSError, ValueError):  # it is gone, which is told where it is listened to
             rank.writer.send(frame)
