@@ -110,6 +110,7 @@ class Pools:
             cpus_per_rank=ray.cpus_per_rank,
             placement_timeout_s=ray.placement_timeout_s,
             log_dir=logs,
+            notice=self._notice,
         )
 
     def _boots(self, pool: str) -> list[Boot]:
