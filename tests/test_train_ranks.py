@@ -81,6 +81,17 @@ def goes_on(run: Path) -> None:
     assert steps == list(range(1, done + 3))
 
 
+def refuses_other_ranks(run: Path) -> None:
+    """Before a rank is started, and without a mark on the run."""
+    before = (run / "manifest.json").read_bytes()
+    command = [sys.executable, "-m", "rlctl_cli.main", "train", "--resume", str(run), "--nproc", "1"]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert refused.returncode == 1, refused.stderr
+    assert "resume with --nproc 2" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert (run / "manifest.json").read_bytes() == before
+
+
 @pytest.mark.parametrize("launcher", ["process", "ray"])
 def test_a_killed_rank_ends_the_run_and_costs_no_step_that_was_saved(tmp_path: Path, launcher: str) -> None:
     if launcher == "ray":
@@ -103,6 +114,8 @@ def test_a_killed_rank_ends_the_run_and_costs_no_step_that_was_saved(tmp_path: P
     manifest = json.loads((run / "manifest.json").read_text())
     assert manifest["status"] == "failed"
     assert "rank 1" in manifest["error"]
+    if launcher == "process":
+        refuses_other_ranks(run)
     goes_on(run)
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from rlctl.config.load import load_config
 from rlctl.plugins import load_plugins
 from rlctl.tracking.reporter import NullReporter
+from rlctl.trainers.rl import RLTrainer
 from rlctl.trainers.run import Runner, RunResult
 
 TINY = [
@@ -114,3 +115,21 @@ def test_a_copy_in_the_rollouts_own_dtype_is_what_was_sent(tmp_path):
     copied = ["rollout.share_weights=false", "rollout.engine.dtype=bfloat16", "trainer.total_training_steps=1", warm]
     gap = train(tmp_path / "run", *copied).last["training/rollout_probs_diff_mean"]
     assert 0 < gap < 0.02
+
+
+def test_the_first_step_reports_the_gap_of_every_row(tmp_path, monkeypatch):
+    """And not that of its first mini-batch, which is measured once more during the update."""
+    seen: list[dict[str, float]] = []
+    honest = RLTrainer.compare
+
+    def noted(self, batch, scored):
+        seen.append(honest(self, batch, scored))
+        return seen[-1]
+
+    monkeypatch.setattr(RLTrainer, "compare", noted)
+    copied = ["rollout.share_weights=false", "rollout.engine.dtype=bfloat16", "trainer.total_training_steps=1"]
+    halves = ["actor.ppo_mini_batch_size=2", "actor.skip_zero_advantage=false"]
+    last = train(tmp_path / "run", *copied, *halves, "warm_start=null").last
+    gaps = {name: value for name, value in seen[0].items() if "rollout_probs_diff" in name}
+    assert gaps["training/rollout_probs_diff_mean"] > 0
+    assert {name: last[name] for name in gaps} == gaps

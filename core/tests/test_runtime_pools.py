@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from test_runtime_remote_engine import fake
 
 from rlctl import device as devices
 from rlctl.batch import pack
+from rlctl.config.load import ResolvedConfig
 from rlctl.config.schema import ActorConfig, RunConfig
 from rlctl.device import Device
+from rlctl.errors import RlctlError
 from rlctl.microbatch import MicroBatchPlan
 from rlctl.plugins import PluginSet
 from rlctl.roles.actor import ActorRole
@@ -22,6 +25,8 @@ from rlctl.runtime import collectives
 from rlctl.runtime.pools import Pools
 from rlctl.runtime.records import Boot, RankPlace
 from rlctl.testing.fake_transport import CannedTransport
+from rlctl.tracking.reporter import NullReporter
+from rlctl.trainers import setup
 
 
 def config(**sections: Any) -> RunConfig:
@@ -137,3 +142,22 @@ def test_an_update_of_nothing_has_no_largest_difference(world_size: int) -> None
     assert "training/rollout_probs_diff_max" not in nothing
     assert all(map(torch.isfinite, map(torch.tensor, nothing.values())))
     assert some["training/rollout_probs_diff_max"] >= some["training/rollout_probs_diff_mean"] > 0
+
+
+@pytest.mark.parametrize(
+    ("seen", "launcher", "refused"), [(2, "process", True), (3, "process", False), (2, "ray", False)]
+)
+def test_too_few_devices_for_all_pools_are_seen_before_one_starts(
+    monkeypatch: pytest.MonkeyPatch, seen: int, launcher: str, refused: bool
+) -> None:
+    monkeypatch.setattr(devices, "is_available", lambda device: True)
+    monkeypatch.setattr(devices, "device_count", lambda device: seen)
+    apart = {**APART, "runtime": {**APART["runtime"], "launcher": launcher}}
+    pools = ToyPools(config(**apart))
+    context = setup.Context(
+        ResolvedConfig(config(**apart), {}, Path(), "toy"), PluginSet(), Device("cuda", "nvidia"), NullReporter(), pools
+    )
+    with pytest.raises(RlctlError) as caught:  # without plugins no backend answers: the next check
+        setup.check_roles(context, context.config.model)
+    assert ("more ranks than this host has cuda devices" in str(caught.value)) is refused
+    assert not any(ranks.boots for ranks in pools.ranks.values())

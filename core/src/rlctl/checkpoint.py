@@ -132,7 +132,17 @@ def load_checkpoint(checkpoint: Checkpoint, engine: Saves) -> dict[str, Any]:
     Raises:
         CheckpointError: the engine refuses it, or it was written by another number of ranks.
     """
-    world_size = 1 if engine.mesh is None else engine.mesh.world_size
+    require_world_size(checkpoint, 1 if engine.mesh is None else engine.mesh.world_size)
+    engine.load_state(checkpoint.engine_path)
+    return checkpoint.state()
+
+
+def require_world_size(checkpoint: Checkpoint, world_size: int) -> None:
+    """Compare the ranks that wrote a checkpoint with those that would read it.
+
+    Raises:
+        CheckpointError: they are not as many.
+    """
     saved = checkpoint.manifest.get("world_size", 1)
     if saved != world_size:
         raise CheckpointError(
@@ -141,8 +151,6 @@ def load_checkpoint(checkpoint: Checkpoint, engine: Saves) -> dict[str, Any]:
             wanted=f"{saved} ranks",
             next=f"resume with --nproc {saved}",
         )
-    engine.load_state(checkpoint.engine_path)
-    return checkpoint.state()
 
 
 def find_damage(checkpoint: Path, *, deep: bool = True) -> str | None:

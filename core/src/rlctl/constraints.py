@@ -6,13 +6,16 @@ the same ones. A predicate that needs a fact which is not known (no model was re
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rlctl.topology import Topology
 
 Sizes = Mapping[str, int]
+_MAX_CONFIG_BYTES = 4 * 1024 * 1024
 _PRODUCT_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "usp", "tp")
 
 
@@ -44,6 +47,20 @@ class ModelFacts:
             num_layers=_first(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers"),
             num_experts=_first(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") or 0,
         )
+
+
+def facts_of(config: object, path: object) -> ModelFacts:
+    """Facts of a model section: of its ``config``, or of the ``config.json`` in a local directory ``path``.
+
+    Empty for a hub id, or a file that cannot be read: whoever loads the model complains of it in better words.
+    """
+    if not isinstance(config, Mapping) and isinstance(path, str):
+        try:
+            with (Path(path) / "config.json").open("rb") as stream:
+                config = json.loads(stream.read(_MAX_CONFIG_BYTES))
+        except (OSError, ValueError, RecursionError):
+            return ModelFacts()
+    return ModelFacts.from_config(config) if isinstance(config, Mapping) else ModelFacts()
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int | None:

@@ -52,6 +52,20 @@ def test_engine_sections_are_checked(override: str, words: str, plugins: PluginS
     assert problems[0].path == override.partition("=")[0]
 
 
+def test_a_reference_in_a_pool_of_its_own_has_that_pools_data_parallel_size(
+    plugins: PluginSet, run_file: Write
+) -> None:
+    """The actor's sizes are those of the actor's pool; what the reference states itself is checked on its own pool."""
+    pools = "runtime: {nproc: 2, pools: {other: {nproc: 1}}}\n"
+    text = BASE.replace("plain", "grid").replace("grid}", "grid, parallel: {dp_shard: 2}}") + pools
+    shared = load_config(run_file(text.replace(pools, "runtime: {nproc: 2}\n")), plugins=plugins).config
+    assert shared.ref.parallel.dp_shard == 2
+    own = load_config(run_file(text + "ref: {pool: other}\n"), plugins=plugins).config
+    assert own.ref.parallel.dp_shard != 2
+    with pytest.raises(RlctlError, match="1 ranks cannot be split over the parallel axes"):
+        load_config(run_file(text + "ref: {pool: other, parallel: {tp: 2}}\n"), plugins=plugins)
+
+
 def test_switching_the_backend_refuses_what_belonged_to_the_old_one(plugins: PluginSet, run_file: Write) -> None:
     path = run_file(BASE.replace("{backend: plain}", "{backend: plain, engine: {param_offload: true}}"))
     [problem] = problems_of(plugins, path, backend="grid")

@@ -51,7 +51,7 @@ def verify(
     rlctl verify --backend fsdp2 --all --nproc 4 --json
 
     Loss, log-probs, entropy, grad norm, every gradient, updated weights, export and checkpoint; for a mixture of experts
-    its routing too. Exit codes: 0 everything is within its tolerance, 1 something is not, 2 the request is wrong.
+    its routing too. Exit codes: 0 everything is within its tolerance, 1 something is not or could not run, 2 the request is wrong.
     """
     from rlctl.device import detect_device
     from rlctl.plugins import load_plugins

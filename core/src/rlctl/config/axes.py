@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from rlctl.capabilities import UNDECLARED, AxisProblem, check_topology, find_capability
 from rlctl.config.document import Document, Loc, dotted
 from rlctl.config.problems import Problem, from_error
 from rlctl.config.schema_runtime import MAIN_POOL
-from rlctl.constraints import ModelFacts
+from rlctl.constraints import facts_of
 from rlctl.errors import CapabilityError
 from rlctl.records import Axis, BackendKind, BackendSpec, ModelType, Support
 from rlctl.topology import Topology, resolve, resolve_rollout
 
 _USABLE = (Support.SUPPORTED, Support.CONDITIONAL)
-_MAX_CONFIG_BYTES = 4 * 1024 * 1024
 
 
 def axis_problems(
@@ -118,7 +115,7 @@ def _constraints(
     places: Sequence[tuple[str, str | None]],
     notice: Callable[[str], None],
 ) -> list[Problem]:
-    facts = _facts(document)
+    facts = facts_of(document.get(("model", "config")), document.get(("model", "path")))
     fits = [check_topology(spec, topology, *place, facts=facts) for place in places]
     good = [fit for fit in fits if not fit.problems]
     if good:
@@ -140,16 +137,3 @@ def _broken(document: Document, role: str, spec: BackendSpec, problem: AxisProbl
     return Problem(
         dotted(loc), str(document.origin(loc)), f"{spec.name}: {problem.reason}", found=problem.size, hint=hint
     )
-
-
-def _facts(document: Document) -> ModelFacts | None:
-    """Heads, layers and experts, from ``model.config`` or the ``config.json`` of a local model; None when not known."""
-    config = document.get(("model", "config"))
-    path = document.get(("model", "path"))
-    if not isinstance(config, dict) and isinstance(path, str):
-        try:
-            with (Path(path) / "config.json").open("rb") as stream:
-                config = json.loads(stream.read(_MAX_CONFIG_BYTES))
-        except (OSError, ValueError, RecursionError):
-            return None  # a hub id, or a model that loading will complain of with its own words
-    return ModelFacts.from_config(config) if isinstance(config, dict) else None

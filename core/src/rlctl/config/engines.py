@@ -20,6 +20,7 @@ from rlctl.config.check import UnknownKey, check
 from rlctl.config.document import Document, Loc, Origin, dotted
 from rlctl.config.problems import Problem, from_error
 from rlctl.config.schema import ActorConfig, RefConfig, RolloutConfig
+from rlctl.config.schema_runtime import MAIN_POOL
 from rlctl.config.suggest import for_key, nearest
 from rlctl.declare import guarded, load_object
 from rlctl.errors import RlctlError
@@ -128,12 +129,20 @@ def _follow_actor(document: Document, actor: str) -> None:
             continue
         if isinstance(value, dict):
             for name, item in value.items():
+                if key == "parallel" and name.startswith("dp_") and _own_pool(document):
+                    continue  # they are sizes of the actor's pool
                 if isinstance(document.get(("ref", key), {}), dict) and not document.has(("ref", key, name)):
                     document.set(
                         ("ref", key, name), copy.deepcopy(item), Origin("derived", f"as {dotted(('actor', key, name))}")
                     )
         else:
             document.set(("ref", key), value, Origin("derived", f"as actor.{key}"))
+
+
+def _own_pool(document: Document) -> bool:
+    """True for a reference that does not share the actor's pool."""
+    pool = document.get(("ref", "pool"))
+    return bool(pool) and pool != document.get(("actor", "pool"), MAIN_POOL)
 
 
 def _one_role(
@@ -161,7 +170,7 @@ def _one_role(
         return
     out.models[role] = model
     _engine_section(document, role, spec, model, plugins, out)
-    if not derived:
+    if not derived or (role == "ref" and _own_pool(document)):
         out.problems += axis_problems(document, role, spec, device, notice)
 
 

@@ -165,7 +165,9 @@ class RefConfig(TrainRole):
     backend: str = Field(
         default="", description="Training backend; empty: the actor's, with the actor's engine section."
     )
-    pool: str = Field(default="", description="Pool of processes where it lives; empty: the actor's.")
+    pool: str = Field(
+        default="", description="Pool of processes where it lives; empty: the actor's, with the actor's dp sizes."
+    )
 
 
 class ValSampling(Strict):

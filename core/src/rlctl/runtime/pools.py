@@ -80,11 +80,6 @@ class Pools:
             for group in self._groups.values():
                 stack.callback(group.close)
 
-    def kill(self) -> None:
-        """End every group now."""
-        for group in self._groups.values():
-            group.kill()
-
     def describe(self) -> dict[str, object]:
         """For the manifest: launcher, and each pool's ranks with host and process id."""
         pools = {

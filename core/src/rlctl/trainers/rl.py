@@ -115,9 +115,15 @@ class RLTrainer:
             "perf/throughput": total_tokens / elapsed / self.context.pools.num_ranks,
             "perf/gen_throughput": sum(len(c.token_ids) for c in completions) / timer.seconds["gen"],
             **self.actor.engine.seqlen_metrics(batch),
-            **self.actor.engine.memory(),
+            **self.memory(),
         }
         return metrics, rollout
+
+    def memory(self) -> dict[str, float]:
+        """Peak memory in GiB: the largest over the ranks of every pool."""
+        engines = [self.actor.engine, self.rollout.engine, *([self.reference.engine] if self.reference else [])]
+        found = [engine.memory() for engine in {engine.group.name: engine for engine in engines}.values()]
+        return {name: max(m[name] for m in found) for name in found[0]}
 
     def pack(self, rollout: ScoredRollout) -> tuple[PackedBatch, torch.Tensor]:
         """Rows of prompt and completion tokens as one batch, and the group of each row.
@@ -166,9 +172,10 @@ class RLTrainer:
                 batch = batch.with_items(ref_log_probs=self.reference.score(batch))
         generator = torch.Generator().manual_seed(step_seed(config.trainer.seed, step, 1))
         with timer("update_actor"):
-            metrics |= self.actor.update(batch, rows_per_step, keep, generator)
-        self.guard(metrics)
-        return metrics
+            updated = self.actor.update(batch, rows_per_step, keep, generator)
+        self.guard(updated)
+        # What was measured over every row is not replaced by the first mini-batch's part of it.
+        return {**updated, **metrics}
 
     def rows_with_gradient(self, batch: PackedBatch, advantages: torch.Tensor) -> set[int]:
         """Rows whose loss has a gradient: all, unless only the policy term is on and the advantage is exactly zero."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlctl import files
 from rlctl.batch import save_batch
-from rlctl.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
+from rlctl.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, require_world_size, save_checkpoint
 from rlctl.config.load import ResolvedConfig
 from rlctl.data.lengths import fit_rows
 from rlctl.data.prompts import PromptEncoder
@@ -314,9 +314,11 @@ class Runner:
         """The checkpoint to go on from, looked for before anything is built or changed.
 
         Raises:
-            CheckpointError: no step is left after it.
+            CheckpointError: another number of ranks wrote it, or no step is left after it.
         """
         checkpoint = latest_checkpoint(self.run.path, notice=self.reporter.message)
+        if checkpoint is not None:
+            require_world_size(checkpoint, self.context.pools.size(self.config.actor.pool))
         if checkpoint is not None and checkpoint.step >= self.total_steps:
             raise CheckpointError(
                 f"nothing is left to train: the run stands at step {checkpoint.step} of {self.total_steps}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,9 @@ from rlctl import evidence, registry, topology
 from rlctl.capabilities import require_topology
 from rlctl.config.load import ResolvedConfig
 from rlctl.config.schema import ModelConfig, OptimConfig, RunConfig, TrainRole
-from rlctl.constraints import ModelFacts
+from rlctl.constraints import facts_of
 from rlctl.device import Device, detect_device
+from rlctl.errors import CapabilityError
 from rlctl.microbatch import MicroBatchPlan
 from rlctl.models import resolve_model_source
 from rlctl.plugins import PluginSet
@@ -43,21 +43,15 @@ class Context:
         return self.resolved.config
 
 
-def make_context(
-    resolved: ResolvedConfig, plugins: PluginSet, reporter: Reporter, log_dir: Path | None = None
-) -> Context:
-    """Detect the device and describe the pools; no process is started yet.
-
-    Args:
-        log_dir: where ranks of other processes write what they print.
-    """
+def make_context(resolved: ResolvedConfig, plugins: PluginSet, reporter: Reporter) -> Context:
+    """Detect the device and describe the pools; no process is started yet."""
     config = resolved.config
     import torch
 
     if config.trainer.num_threads is not None:
         torch.set_num_threads(config.trainer.num_threads)
     device = detect_device(config.trainer.device)
-    pools = Pools(config, plugins, device, log_dir=log_dir, notice=reporter.message)
+    pools = Pools(config, plugins, device, notice=reporter.message)
     return Context(resolved, plugins, device, reporter, pools)
 
 
@@ -129,7 +123,7 @@ def _spec(
         device.vendor,
         notice=context.reporter.message,
     )
-    for note in require_topology(record, axes, device.type, device.vendor, facts=model_facts(model)):
+    for note in require_topology(record, axes, device.type, device.vendor, facts=facts_of(model.config, model.path)):
         context.reporter.message(f"{name}: {note}")
     sizes = {axis.value: int(getattr(axes, axis.value)) for axis in Axis}
     return BuildSpec(
@@ -143,24 +137,15 @@ def _spec(
     )
 
 
-def model_facts(model: ModelConfig) -> ModelFacts:
-    """Heads, layers and experts of a model whose config is at hand; empty for one that is still on a hub."""
-    config = model.config
-    if config is None and model.path is not None:
-        try:
-            config = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return ModelFacts()
-    return ModelFacts.from_config(config) if isinstance(config, Mapping) else ModelFacts()
-
-
 def check_roles(context: Context, model: ModelConfig) -> None:
     """Look every engine of the run up and check its topology, before any process is started.
 
     Raises:
-        RlctlError: a backend does not answer, or cannot run its topology.
+        RlctlError: a backend does not answer, or cannot run its topology; or this host has fewer devices than the pools
+            have ranks.
     """
     config = context.config
+    _require_devices(context)
     train_spec(context, config.actor, model, name="actor", optim=None)
     if config.trainer.type == "sft":
         return
@@ -169,6 +154,21 @@ def check_roles(context: Context, model: ModelConfig) -> None:
         ref = config.ref
         backend, section = ref.backend or config.actor.backend, ref.engine or config.actor.engine
         train_spec(context, ref, model, name="ref", optim=None, backend=backend, engine_section=section)
+
+
+def _require_devices(context: Context) -> None:
+    """A later pool would else say so only when the first one has loaded its model."""
+    device, pools = context.device, context.pools
+    if pools.launcher != "process" or device.type == "cpu" or not devices.is_available(device.type):
+        return
+    seen = devices.device_count(device)
+    if seen < pools.num_ranks:
+        raise CapabilityError(
+            f"the pools have more ranks than this host has {device.type} devices",
+            found=f"{seen} devices, {_ranks_words(context)}",
+            wanted=f"{pools.num_ranks} devices, one a rank",
+            next="lower --nproc or runtime.pools, or launch with --launcher ray over several hosts",
+        )
 
 
 def build_train_engine(

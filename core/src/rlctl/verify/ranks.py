@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from rlctl.device import Device
 from rlctl.plugins import PluginSet
+from rlctl.runtime.boots import make_boots, threads_of_a_rank
 from rlctl.runtime.group import Limits, WorkerGroup
-from rlctl.runtime.records import Boot
 from rlctl.runtime.transports.base import Transport
 from rlctl.runtime.transports.inline import InlineTransport
 from rlctl.runtime.worker import Worker
@@ -54,7 +53,14 @@ class Ranks:
             self.close()
         if self._group is None:
             limits = Limits(hang_s=self._timeout_s)
-            group = WorkerGroup("verify", self._transport(world_size), self._boots(world_size), Worker, limits)
+            boots = make_boots(
+                "verify",
+                world_size,
+                self.device,
+                num_threads=threads_of_a_rank(world_size) if world_size > 1 else None,
+                collective_timeout_s=self._timeout_s,
+            )
+            group = WorkerGroup("verify", self._transport(world_size), boots, Worker, limits)
             group.start()
             self._group = group
             self.starts += 1
@@ -78,20 +84,3 @@ class Ranks:
         from rlctl.runtime.transports.process import ProcessTransport
 
         return ProcessTransport(log_dir=self._log_dir)
-
-    def _boots(self, world_size: int) -> list[Boot]:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return [
-            Boot(
-                pool="verify",
-                rank=rank,
-                world_size=world_size,
-                local_rank=rank,
-                local_world_size=world_size,
-                device=self.device.type,
-                vendor=self.device.vendor,
-                num_threads=max(1, cores // world_size) if world_size > 1 else None,
-                collective_timeout_s=self._timeout_s,
-            )
-            for rank in range(world_size)
-        ]

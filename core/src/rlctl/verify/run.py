@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from rlctl.capabilities import require_topology
+from rlctl.constraints import facts_of
 from rlctl.errors import CapabilityError, EngineError, RlctlError
 from rlctl.plugins import BackendRecord, PluginSet
 from rlctl.records import ModelType
@@ -240,7 +241,7 @@ def _job(request: Request, topology: Topology, model_type: ModelType, model: str
         sizes = tiny.fit_tiny(family, spec, topology, device.type, device.vendor, model_type)
         return _Job(topology, model_type, model, sizes, None)
     directory = Path(model)
-    facts = tiny.read_facts(directory)
+    facts = facts_of(None, str(directory))
     require_topology(request.backend, topology, device.type, device.vendor, model_type, facts)
     return _Job(topology, model_type, model, None, directory)
 

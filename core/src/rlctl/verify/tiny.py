@@ -7,7 +7,6 @@ fault shows: attention scores and logits are of order one, no norm weight is exa
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -184,8 +183,3 @@ def write_tiny(model: TinyModel, into: Path, seed: int = 0) -> Path:
 
 def _is_router(name: str) -> bool:
     return name.endswith((".gate.weight", ".router.weight"))
-
-
-def read_facts(directory: Path) -> ModelFacts:
-    """What constraints ask of the model in a Hugging Face directory."""
-    return ModelFacts.from_config(json.loads((directory / "config.json").read_text(encoding="utf-8")))
