@@ -11,8 +11,9 @@ import torch
 from rlctl import constraints
 from rlctl.batch import PackedBatch
 from rlctl.errors import BatchError, CapabilityError
+from rlctl.hf_config import load_config
 from rlctl.topology import Topology
-from rlctl_fsdp import build, layout
+from rlctl_fsdp import layout
 from rlctl_fsdp.inspection import Inspection
 from rlctl_fsdp.place import Place, reduce_values
 
@@ -25,7 +26,7 @@ def check_heads(topology: Topology, model: Mapping[str, Any]) -> None:
     """
     if topology.usp == 1:
         return
-    facts = constraints.ModelFacts.from_config(build.load_config(model).to_dict())
+    facts = constraints.ModelFacts.from_config(load_config(model).to_dict())
     broken = constraints.check("heads_divisible_by_usp", topology, facts)
     if broken is not None:
         raise CapabilityError(

@@ -14,7 +14,8 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
 from rlctl.errors import EngineError
-from rlctl_fsdp.build import build_whole, load_config
+from rlctl.hf_config import load_config
+from rlctl_fsdp.build import build_whole
 
 
 def model_tokenizer(model: Mapping[str, Any]) -> Any:
