@@ -49,6 +49,8 @@ def start(run: Path, *overrides: str) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # Ignored by whoever runs the tests under nohup, it would stay ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlctl.config.load import load_config
+from rlctl.errors import RlctlError
 from rlctl.plugins import load_plugins
 from rlctl.tracking.reporter import NullReporter
 from rlctl.trainers.rl import RLTrainer
@@ -117,19 +118,10 @@ def test_a_copy_in_the_rollouts_own_dtype_is_what_was_sent(tmp_path):
     assert 0 < gap < 0.02
 
 
-def test_the_first_step_reports_the_gap_of_every_row(tmp_path, monkeypatch):
-    """And not that of its first mini-batch, which is measured once more during the update."""
-    seen: list[dict[str, float]] = []
-    honest = RLTrainer.compare
-
-    def noted(self, batch, scored):
-        seen.append(honest(self, batch, scored))
-        return seen[-1]
-
-    monkeypatch.setattr(RLTrainer, "compare", noted)
+def test_the_first_step_guards_the_gap_of_every_row(tmp_path, monkeypatch):
+    """Also that of rows whose advantages are zero, which the update leaves out and does not measure."""
+    monkeypatch.setattr(RLTrainer, "rows_with_gradient", lambda self, batch, advantages: set())
     copied = ["rollout.share_weights=false", "rollout.engine.dtype=bfloat16", "trainer.total_training_steps=1"]
-    halves = ["actor.ppo_mini_batch_size=2", "actor.skip_zero_advantage=false"]
-    last = train(tmp_path / "run", *copied, *halves, "warm_start=null").last
-    gaps = {name: value for name, value in seen[0].items() if "rollout_probs_diff" in name}
-    assert gaps["training/rollout_probs_diff_mean"] > 0
-    assert {name: last[name] for name in gaps} == gaps
+    strict = ["warm_start=null", "guards.rollout_probs_diff_mean_max=1e-9"]
+    with pytest.raises(RlctlError, match="rollout"):
+        train(tmp_path / "run", *copied, *strict)
