@@ -1,0 +1,1 @@
+"""rlctl training backend on megatron-core: tensor, sequence, pipeline, context and expert parallel."""

@@ -1,0 +1,179 @@
+"""What a Hugging Face config comes to in megatron-core: the fields of its ``TransformerConfig``, and what is refused.
+
+Everything that a config can ask for and megatron's local modules would do otherwise is refused here, by name: a silent
+difference would train another model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from rlctl.errors import CapabilityError
+
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+_MOE = ("qwen3_moe", "mixtral")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model's shape.
+
+    Args:
+        model_type: of the Hugging Face config.
+        vocab_size: real rows of the embedding.
+        tied: embedding and head are one weight.
+        transformer: fields of ``TransformerConfig`` that do not depend on the ranks.
+        inv_freq: ``[head_dim / 2]`` rotary frequencies, float32.
+        max_positions: longest row that the model was made for.
+        num_layers: transformer layers.
+        num_experts: 0 for a dense model.
+    """
+
+    model_type: str
+    vocab_size: int
+    tied: bool
+    inv_freq: torch.Tensor
+    max_positions: int
+    num_layers: int
+    num_experts: int = 0
+    transformer: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_architecture(config: PretrainedConfig) -> Architecture:
+    """The shape of a Hugging Face model.
+
+    Raises:
+        CapabilityError: a family that this backend has not, or a setting of it that megatron's modules do not follow.
+    """
+    kind = str(config.model_type)
+    if kind not in SUPPORTED:
+        raise CapabilityError(
+            f"megatron builds no model of type {kind!r}",
+            found=kind,
+            wanted=", ".join(SUPPORTED),
+            next="--backend fsdp2 trains any causal language model of transformers",
+        )
+    _refuse_other_settings(config)
+    heads = int(config.num_attention_heads)
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    inv_freq, factor = _rotary(config, head_dim)
+    fields: dict[str, Any] = {
+        "num_layers": int(config.num_hidden_layers),
+        "hidden_size": int(config.hidden_size),
+        "ffn_hidden_size": int(config.intermediate_size),
+        "num_attention_heads": heads,
+        "num_query_groups": int(getattr(config, "num_key_value_heads", None) or heads),
+        "kv_channels": head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": float(config.rms_norm_eps),
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": kind == "qwen2",
+        "qk_layernorm": kind in ("qwen3", "qwen3_moe"),
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        # Both rotated sides carry the factor, and attention is their product.
+        "softmax_scale": factor**2 * head_dim**-0.5,
+    }
+    window = _window(config)
+    if window is not None:
+        fields["window_size"] = (window - 1, 0)
+    num_experts = 0
+    if kind in _MOE:
+        num_experts = int(getattr(config, "num_experts", None) or config.num_local_experts)
+        fields |= _experts(config, num_experts)
+    return Architecture(
+        model_type=kind,
+        vocab_size=int(config.vocab_size),
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
+        inv_freq=inv_freq,
+        max_positions=int(config.max_position_embeddings),
+        num_layers=int(config.num_hidden_layers),
+        num_experts=num_experts,
+        transformer=fields,
+    )
+
+
+def _experts(config: PretrainedConfig, num_experts: int) -> dict[str, Any]:
+    renormalised = config.model_type == "mixtral" or bool(config.norm_topk_prob)
+    return {
+        "num_moe_experts": num_experts,
+        "moe_router_topk": int(config.num_experts_per_tok),
+        "moe_ffn_hidden_size": int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size),
+        # Probabilities of the chosen experts alone, or of all and then the chosen ones' share.
+        "moe_router_pre_softmax": not renormalised,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": False,
+    }
+
+
+def _refuse_other_settings(config: PretrainedConfig) -> None:
+    kind = str(config.model_type)
+    wanted: dict[str, tuple[Any, ...]] = {
+        "hidden_act": ("silu", "swish"),
+        "attention_bias": (None, False),
+        "mlp_bias": (None, False),
+        "attention_dropout": (None, 0, 0.0),
+        "router_jitter_noise": (None, 0, 0.0),
+        "output_router_logits": (None, False),
+        "mlp_only_layers": (None, [], ()),
+        "decoder_sparse_step": (None, 1),
+        "quantization_config": (None,),
+    }
+    for name, values in wanted.items():
+        found = getattr(config, name, None)
+        if found not in values:
+            shown = " or ".join(str(v).lower() for v in values if v is not None) or "nothing"
+            raise CapabilityError(
+                f"megatron builds {kind} only with other settings",
+                found=f"{name}={found}",
+                wanted=f"{name}: {shown}",
+                next="--backend fsdp2 trains the model as its config says",
+            )
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if len(kinds) > 1:
+        raise CapabilityError(
+            "megatron gives every layer the same attention",
+            found=f"layer_types {', '.join(sorted(kinds))}",
+            wanted="one kind of layer",
+            next="--backend fsdp2 trains the model as its config says",
+        )
+
+
+def _window(config: PretrainedConfig) -> int | None:
+    """Tokens that a token sees, itself included; None for all before it."""
+    kinds = getattr(config, "layer_types", None)
+    sliding = kinds[0] == "sliding_attention" if kinds else bool(getattr(config, "use_sliding_window", True))
+    window = getattr(config, "sliding_window", None)
+    return int(window) if sliding and window else None
+
+
+def _rotary(config: PretrainedConfig, head_dim: int) -> tuple[torch.Tensor, float]:
+    """``[head_dim / 2]`` frequencies, and the factor of cosines and sines.
+
+    Raises:
+        CapabilityError: frequencies that depend on the length of a row, or that turn only a part of each head.
+    """
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    kind = str(rope.get("rope_type", "default"))
+    if kind in ("dynamic", "longrope") or float(rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise CapabilityError(
+            "megatron turns whole heads by frequencies that do not depend on a row's length",
+            found=f"rope_type {kind}, partial_rotary_factor {rope.get('partial_rotary_factor', 1.0)}",
+            wanted="rope_type default, linear, llama3 or yarn",
+            next="--backend fsdp2 trains the model as its config says",
+        )
+    if kind == "default":
+        base = float(rope.get("rope_theta") or getattr(config, "rope_theta", 10000.0))
+        return 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim), 1.0
+    inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return inv_freq.float(), float(factor)

@@ -1,0 +1,168 @@
+"""The chunks that a rank runs: built without values, then filled from files or a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from rlctl.errors import ConfigError
+from rlctl.records import ModelType
+from rlctl_megatron.architecture import Architecture
+from rlctl_megatron.config import MegatronConfig
+from rlctl_megatron.families import Family, Layout
+from rlctl_megatron.loading import Chunk, chunk_sites
+from rlctl_megatron.mapping import layers_of, padded_vocab
+from rlctl_megatron.mesh import Place
+from rlctl_megatron.specs import ChunkModel, is_first, is_last
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a rank holds.
+
+    Args:
+        chunks: the modules by name, as weights are loaded and exported.
+        wrapped: the same as the schedule runs them: under gradient buffers when trained.
+        config: shared by all chunks; what schedule and gradients read.
+    """
+
+    chunks: Sequence[Chunk]
+    wrapped: Sequence[nn.Module]
+    config: TransformerConfig
+
+    @property
+    def models(self) -> list[ChunkModel]:
+        return [chunk.module for chunk in self.chunks]  # type: ignore[misc]
+
+
+def compute_dtype(config: MegatronConfig, model: Mapping[str, Any], device: torch.device) -> torch.dtype:
+    """dtype of weights in the computation.
+
+    Raises:
+        ConfigError: a combination that was not built: lower precision on a CPU, or other main weights than float32.
+    """
+    if str(model.get("dtype") or "float32") != "float32":
+        raise ConfigError(
+            "megatron keeps main weights in float32",
+            found=f"model.dtype {model['dtype']}",
+            wanted="model.dtype float32; engine.param_dtype sets the computation's dtype",
+            next="set model.dtype=float32",
+        )
+    if config.param_dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if config.param_dtype == "bfloat16" and device.type == "cpu":
+        raise ConfigError(
+            "megatron computes in float32 on a CPU",
+            found="engine.param_dtype bfloat16",
+            wanted="auto or float32",
+            next="set actor.engine.param_dtype=auto",
+        )
+    return torch.float32 if config.param_dtype == "float32" else torch.bfloat16
+
+
+def transformer_config(
+    architecture: Architecture, place: Place, config: MegatronConfig, dtype: torch.dtype
+) -> TransformerConfig:
+    """megatron-core's configuration of model, schedule and gradients."""
+    t = place.topology
+    fields = {
+        **architecture.transformer,
+        "tensor_model_parallel_size": t.tp,
+        "sequence_parallel": t.sp and t.tp > 1,
+        "pipeline_model_parallel_size": t.pp,
+        "virtual_pipeline_model_parallel_size": t.vpp if t.vpp > 1 else None,
+        "context_parallel_size": t.cp,
+        "expert_model_parallel_size": t.ep,
+        "expert_tensor_parallel_size": t.etp,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        # Weights come from files or a seed, whatever the ranks: nothing is drawn here.
+        "perform_initialization": False,
+        "use_cpu_initialization": place.device.type == "cpu",
+        # The loss is a globally weighted sum already: gradients are added up, never averaged.
+        "calculate_per_token_loss": True,
+        # Micro-batches are packed to a budget, so no two are of one length.
+        "variable_seq_lengths": t.pp > 1,
+        "moe_token_dispatcher_type": config.moe_token_dispatcher,
+        **dict.fromkeys(
+            (
+                "bias_activation_fusion",
+                "bias_dropout_fusion",
+                "masked_softmax_fusion",
+                "gradient_accumulation_fusion",
+                "apply_rope_fusion",
+                "persist_layer_norm",
+            ),
+            False,  # kernels of Apex and Transformer Engine
+        ),
+    }
+    if t.vpp > 1:
+        # With the default pair of flags the interleaved schedule computes wrong numbers, without a word.
+        fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    if config.recompute == "full":
+        fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(**fields)
+
+
+def build_chunks(architecture: Architecture, family: Family, place: Place, config: TransformerConfig) -> list[Chunk]:
+    """This rank's chunks, with whatever memory holds as values."""
+    t = place.topology
+    # The tracker of random states must know its names, though nothing here draws from them.
+    model_parallel_cuda_manual_seed(0, force_reset_rng=True)
+    chunks: list[Chunk] = []
+    for number in range(t.vpp):
+        stage = number if t.vpp > 1 else None
+        first, last = is_first(stage), is_last(stage)
+        module = ChunkModel(
+            config,
+            architecture,
+            padded_vocab(architecture.vocab_size, t.tp),
+            first=first,
+            last=last,
+            value=family.head is ModelType.VALUE_MODEL,
+            vp_stage=stage,
+        ).to(place.device)
+        layers = layers_of(t, architecture.num_layers, place.pp_rank, number)
+        assert len(layers) == len(module.decoder.layers), "megatron and the mapping count layers alike"
+        chunks.append(Chunk(module, layers, first, last))
+        _mark_split(chunks[-1], family, place)
+    return chunks
+
+
+def _mark_split(chunk: Chunk, family: Family, place: Place) -> None:
+    """Tell which weights are split over ranks. megatron-core does so where it draws values, which is not done here; without
+    the marks the gradient norm leaves out what every tp rank but the first one holds, without a word."""
+    sites = dict(chunk_sites(chunk, family, place))
+    for name, weight in chunk.module.named_parameters():
+        entry = sites[name].entry
+        split = entry.layout is not Layout.REPLICATED
+        weight.tensor_model_parallel = split  # type: ignore[attr-defined]
+        weight.partition_dim = (1 if entry.layout is Layout.ROW else 0) if split else -1  # type: ignore[attr-defined]
+        weight.partition_stride = 1  # type: ignore[attr-defined]
+
+
+def wrap(chunks: Sequence[Chunk], config: TransformerConfig, *, train: bool, distributed_optimizer: bool) -> Built:
+    """Chunks as the schedule runs them; gradients are added up in float32 buffers and reduced once a step."""
+    modules: list[nn.Module] = [chunk.module for chunk in chunks]
+    if config.bf16:
+        modules = [Float16Module(config, m) for m in modules]
+    if train:
+        buffers = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=False,
+            use_distributed_optimizer=distributed_optimizer,
+        )
+        modules = [
+            DistributedDataParallel(config, buffers, m, disable_bucketing=i > 0)  # type: ignore[arg-type]
+            for i, m in enumerate(modules)
+        ]
+    return Built(chunks, modules, config)

@@ -1,0 +1,229 @@
+"""The ``megatron`` training engine: a Hugging Face model on megatron-core's modules, schedules and optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedConfig
+
+from rlctl.batch import PackedBatch
+from rlctl.engine import EngineInfo, MeshInfo, MicroOutput, StepOutput
+from rlctl.errors import EngineError
+from rlctl.hf_config import load_config, starts_random
+from rlctl.hookspecs import hookimpl
+from rlctl.logits import LossFn
+from rlctl.records import ModelType
+from rlctl.topology import Topology
+from rlctl_megatron import build, layout, mesh, schedule, state
+from rlctl_megatron.architecture import Architecture, read_architecture
+from rlctl_megatron.config import MegatronConfig
+from rlctl_megatron.exporting import export_weights
+from rlctl_megatron.families import Family, family_of
+from rlctl_megatron.loading import load_weights
+from rlctl_megatron.mapping import check_split
+from rlctl_megatron.mesh import Place
+from rlctl_megatron.offload import Whereabouts
+from rlctl_megatron.optim import Stepper
+from rlctl_megatron.source import DrawnSource, FileSource, Source
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class MegatronEngine:
+    """Provider of the engine hooks. Built by :class:`rlctl.engine.Engine`; takes no arguments."""
+
+    def __init__(self) -> None:
+        self._config = MegatronConfig()
+        self._topology = Topology()
+        self._place = Place(Topology(), torch.device("cpu"))
+        self._architecture: Architecture | None = None
+        self._family: Family | None = None
+        self._built: build.Built | None = None
+        self._stepper: Stepper | None = None
+        self._head = schedule.Head(0, 0)
+        self._train = False
+        self._host = Whereabouts()
+        self._left = True
+
+    # ---- building ---------------------------------------------------------------------------------------------
+    @hookimpl
+    def rlctl_build_mesh(self, topology: Topology, settings: Mapping[str, Any]) -> MeshInfo:
+        """See :class:`rlctl.hookspecs.EngineSpecs`. The axes are those of :data:`rlctl_megatron.mesh.AXES`."""
+        self._config = MegatronConfig(**{k: v for k, v in settings.items() if k != "device"})
+        self._topology = topology
+        info, self._place = mesh.settle(topology, settings, self._config.collective_timeout_s)
+        self._left = False
+        return info
+
+    @hookimpl
+    def rlctl_engine_init(
+        self, mesh: MeshInfo, model: Mapping[str, Any], optimizer: Mapping[str, Any] | None, forward_only: bool
+    ) -> EngineInfo:
+        """See :class:`rlctl.hookspecs.EngineSpecs`. ``model`` may carry ``seed`` and ``model_type``, the head."""
+        place, config = self._place, self._config
+        hf = load_config(model)
+        architecture = read_architecture(hf)
+        head = ModelType(model.get("model_type") or ModelType.LANGUAGE_MODEL)
+        dtype = build.compute_dtype(config, model, place.device)
+        settings = build.transformer_config(architecture, place, config, dtype)
+        family = family_of(hf.to_dict(), head)
+        check_split(family, self._topology)
+        chunks = build.build_chunks(architecture, family, place, settings)
+        source = _source(model, hf, place)
+        load_weights(chunks, family, place, source)
+        distributed = self._distributed_optimizer()
+        built = build.wrap(chunks, settings, train=not forward_only, distributed_optimizer=distributed)
+        for chunk in chunks:
+            chunk.module.requires_grad_(not forward_only)
+        if not forward_only:
+            self._stepper = Stepper(built, optimizer or {}, place.device, distributed=distributed)
+        self._architecture, self._family, self._built = architecture, family, built
+        self._head = schedule.Head(architecture.vocab_size, config.logits_budget_mib << 20)
+        self._host = Whereabouts(place.device, config.param_offload, config.optimizer_offload)
+        self._host.rest(built, self._stepper)
+        return EngineInfo(
+            num_parameters=sum(math.prod(shape) for shape in family.checkpoint().values()),
+            vocab_size=architecture.vocab_size,
+            model_family=architecture.model_type,
+            notes={**self._notes(settings, distributed), **source.notes},
+        )
+
+    def _distributed_optimizer(self) -> bool:
+        choice = self._config.distributed_optimizer
+        return choice == "always" or (choice == "auto" and self._topology.dp_size > 1)
+
+    def _notes(self, settings: Any, distributed: bool) -> dict[str, str]:
+        t = self._topology
+        notes = {
+            "layers": "megatron-core's local modules",
+            "compute_dtype": str(settings.params_dtype).removeprefix("torch."),
+            "optimizer": "moments sharded over data parallel ranks" if distributed else "moments whole on every rank",
+            "schedule": "interleaved 1F1B" if t.vpp > 1 else "1F1B" if t.pp > 1 else "one stage",
+        }
+        if t.sp and t.tp == 1:
+            notes["sp"] = "off: it splits activations over the ranks of tp, which is 1"
+        elif t.sp:
+            notes["sp"] = f"on, over {t.tp} ranks"
+        if settings.num_moe_experts:
+            notes["experts_dispatch"] = self._config.moe_token_dispatcher
+        if self._config.recompute == "full":
+            notes["recompute"] = "every layer"
+        return notes
+
+    # ---- running ----------------------------------------------------------------------------------------------
+    @hookimpl
+    def rlctl_set_mode(self, train: bool) -> bool:
+        """See :class:`rlctl.hookspecs.EngineSpecs`."""
+        self._train = train
+        return True
+
+    @hookimpl
+    def rlctl_forward_backward(
+        self, micro_batches: Sequence[PackedBatch], loss_fn: LossFn, forward_only: bool
+    ) -> list[MicroOutput]:
+        """See :class:`rlctl.hookspecs.EngineSpecs`. Gradients wait in this rank's buffers until the step reduces them."""
+        built = self._ready()
+        if not forward_only and self._stepper is None:
+            raise EngineError(
+                "this engine was built to score only", found="forward_only=True at its start", wanted="an optimizer"
+            )
+        for batch in micro_batches:
+            layout.check(batch, self._head.vocab_size)
+        self._host.model_in(built)
+        for module in built.wrapped:
+            module.train(self._train and not forward_only)
+        outputs = schedule.run(built, self._place, self._head, micro_batches, loss_fn, forward_only=forward_only)
+        if forward_only:
+            self._host.rest(built, None)
+        else:
+            self._trained().pending = True
+        return outputs
+
+    @hookimpl
+    def rlctl_optimizer_step(self) -> StepOutput:
+        """See :class:`rlctl.hookspecs.EngineSpecs`."""
+        built, stepper = self._ready(), self._trained()
+        self._host.model_in(built)
+        self._host.optimizer_in(stepper)
+        out = stepper.step()
+        self._host.rest(built, stepper)
+        return out
+
+    # ---- state ------------------------------------------------------------------------------------------------
+    @hookimpl
+    def rlctl_export_weights(self, dtype: str | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """See :class:`rlctl.hookspecs.EngineSpecs`. Collective: every rank iterates to the end."""
+        built = self._ready()
+        assert self._family is not None
+        self._host.model_in(built)
+        wanted = None if dtype is None else DTYPES[dtype]
+        yield from export_weights(built.chunks, self._family, self._place, wanted)
+        self._host.rest(built, None)
+
+    @hookimpl
+    def rlctl_move(self, device: str, parts: Sequence[str]) -> bool:
+        """See :class:`rlctl.hookspecs.EngineSpecs`. What was moved away comes back by itself when it is used."""
+        self._host.move(device, parts, self._ready(), self._stepper)
+        return True
+
+    @hookimpl
+    def rlctl_save_state(self, path: Path) -> bool:
+        """See :class:`rlctl.hookspecs.EngineSpecs`."""
+        built, stepper = self._ready(), self._trained()
+        self._host.model_in(built)
+        self._host.optimizer_in(stepper)
+        state.save_state(path, built, stepper, self._place)
+        self._host.rest(built, stepper)
+        return True
+
+    @hookimpl
+    def rlctl_load_state(self, path: Path) -> bool:
+        """See :class:`rlctl.hookspecs.EngineSpecs`."""
+        built, stepper = self._ready(), self._trained()
+        self._host.model_in(built)
+        self._host.optimizer_in(stepper)
+        state.load_state(path, built, stepper, self._place)
+        self._host.rest(built, stepper)
+        return True
+
+    @hookimpl
+    def rlctl_reduce(self, values: Sequence[float], op: str) -> list[float]:
+        """See :class:`rlctl.hookspecs.EngineSpecs`."""
+        if self._place.data_group is None:
+            return list(values)
+        ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+        tensor = torch.tensor(list(values), dtype=torch.float64, device=self._place.device)
+        dist.all_reduce(tensor, op=ops[op], group=self._place.data_group)
+        return tensor.tolist()
+
+    @hookimpl
+    def rlctl_shutdown(self) -> bool:
+        """See :class:`rlctl.hookspecs.EngineSpecs`."""
+        self._built = self._stepper = None
+        if not self._left:
+            self._left = True
+            mesh.leave(self._place)
+        return True
+
+    def _ready(self) -> build.Built:
+        assert self._built is not None, "build the engine first"
+        return self._built
+
+    def _trained(self) -> Stepper:
+        if self._stepper is None:
+            raise EngineError(
+                "this engine has no optimizer", found="forward_only=True at its start", wanted="an optimizer"
+            )
+        return self._stepper
+
+
+def _source(model: Mapping[str, Any], config: PreTrainedConfig, place: Place) -> Source:
+    seed = int(model.get("seed") or 0)
+    if starts_random(model):
+        return DrawnSource(config, torch.float32, seed, place, bool(model.get("trust_remote_code")))
+    return FileSource(str(model["path"]), model.get("revision"), seed)

@@ -1,0 +1,217 @@
+"""Megatron's process groups and this rank's place in them.
+
+megatron-core keeps its groups in module globals, one layout a process. Engines of one process (actor and reference in one
+pool) therefore share them, and an engine with another layout is refused.
+
+Ranks lie as core's topology has them: tp fastest, then cp, then data parallel, pp slowest. Experts see the same ranks of a
+stage as etp x ep x expert data parallel.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch._C._distributed_c10d import HashStore
+
+from rlctl.engine import MeshInfo
+from rlctl.errors import CapabilityError, EngineError
+from rlctl.topology import Topology
+
+AXES = ("dp_shard", "tp", "sp", "pp", "vpp", "cp", "ep", "etp")
+_COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """This rank's coordinates, sizes and groups.
+
+    Args:
+        topology: sizes of the axes.
+        owns_world: the process group of all ranks was made here.
+        tp_group ... etp_group: None where the axis has one rank.
+        data_group: ranks that hold other rows than this one, at the same place of their replica.
+    """
+
+    topology: Topology
+    device: torch.device
+    owns_world: bool = False
+    tp_rank: int = 0
+    pp_rank: int = 0
+    cp_rank: int = 0
+    ep_rank: int = 0
+    etp_rank: int = 0
+    tp_group: dist.ProcessGroup | None = None
+    pp_group: dist.ProcessGroup | None = None
+    cp_group: dist.ProcessGroup | None = None
+    ep_group: dist.ProcessGroup | None = None
+    etp_group: dist.ProcessGroup | None = None
+    data_group: dist.ProcessGroup | None = None
+
+
+_layout: tuple[Topology, int] | None = None
+"""(sizes, engines that use them) of this process's groups."""
+
+
+def settle(topology: Topology, settings: Mapping[str, Any], timeout_s: float) -> tuple[MeshInfo, Place]:
+    """Join the process group, build megatron's groups, and report this rank's place.
+
+    Raises:
+        CapabilityError: an axis that this backend has not, a device type that this process has not, or another layout than
+            that of an engine that lives here already.
+        EngineError: the launcher's environment does not fit the topology.
+    """
+    other = {k: v for k, v in topology.axes().items() if k not in AXES}
+    if other:
+        raise CapabilityError(
+            f"megatron splits work along {', '.join(AXES)} only",
+            found=", ".join(f"{k}={v}" for k, v in other.items()),
+            wanted=", ".join(AXES),
+            next="`rlctl capabilities` shows which backend has the axis",
+        )
+    device = _device(str(settings.get("device", "cpu")), topology.world_size)
+    owns = _join(topology.world_size, device, timeout_s)
+    _share_groups(topology, timeout_s)
+    rank = dist.get_rank()
+    place = _place(topology, device, owns)
+    # Core works ranks out from its own order; megatron is asked, so that a change of either is seen.
+    wanted = topology.coordinates(rank)
+    assert (wanted["tp"], wanted["cp"], wanted["pp"]) == (place.tp_rank, place.cp_rank, place.pp_rank), "rank order"
+    assert topology.dp_rank(rank) == parallel_state.get_data_parallel_rank(), "data parallel order"
+    info = MeshInfo(
+        rank=rank,
+        world_size=topology.world_size,
+        dp_rank=topology.dp_rank(rank),
+        dp_size=topology.dp_size,
+        is_collect=topology.is_collector(rank),
+        coordinates={**wanted, "ep": place.ep_rank, "etp": place.etp_rank},
+        device=str(device),
+        token_multiplier=topology.cp,
+        count_multiple=topology.pp if topology.vpp > 1 else 1,
+        handle=place,
+    )
+    return info, place
+
+
+def leave(place: Place) -> None:
+    """Let go of the groups; the last engine of the process destroys them."""
+    global _layout
+    if _layout is None:
+        return
+    sizes, users = _layout
+    if users > 1:
+        _layout = (sizes, users - 1)
+        return
+    _layout = None
+    parallel_state.destroy_model_parallel()
+    if place.owns_world and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _share_groups(topology: Topology, timeout_s: float) -> None:
+    global _layout
+    if _layout is not None and parallel_state.model_parallel_is_initialized():
+        sizes, users = _layout
+        if sizes != topology:
+            raise CapabilityError(
+                "megatron keeps one layout of ranks in a process, and another engine here has a different one",
+                found=f"{_words(topology)} beside {_words(sizes)}",
+                wanted="the same parallel sizes for every megatron role of a pool",
+                next="give the role a pool of its own (runtime.pools and its pool setting)",
+            )
+        _layout = (sizes, users + 1)
+        return
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=topology.tp,
+        pipeline_model_parallel_size=topology.pp,
+        virtual_pipeline_model_parallel_size=topology.vpp if topology.vpp > 1 else None,
+        context_parallel_size=topology.cp,
+        expert_model_parallel_size=topology.ep,
+        # Without it megatron splits every expert's matrices over tp.
+        expert_tensor_parallel_size=topology.etp,
+        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        create_gloo_process_groups=False,
+    )
+    _layout = (topology, 1)
+
+
+def _words(topology: Topology) -> str:
+    return ", ".join(f"{k}={v}" for k, v in topology.axes().items()) or "one rank"
+
+
+def _place(topology: Topology, device: torch.device, owns: bool) -> Place:
+    def group(size: int, found: Any) -> dist.ProcessGroup | None:
+        return found if size > 1 else None
+
+    return Place(
+        topology=topology,
+        device=device,
+        owns_world=owns,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank() or 0,
+        tp_group=group(topology.tp, parallel_state.get_tensor_model_parallel_group()),
+        pp_group=group(topology.pp, parallel_state.get_pipeline_model_parallel_group()),
+        cp_group=group(topology.cp, parallel_state.get_context_parallel_group()),
+        ep_group=group(topology.ep, parallel_state.get_expert_model_parallel_group()),
+        etp_group=group(topology.etp, parallel_state.get_expert_tensor_parallel_group()),
+        data_group=group(topology.dp_size, parallel_state.get_data_parallel_group()),
+    )
+
+
+def _device(name: str, world: int) -> torch.device:
+    kind = name.partition(":")[0]
+    if kind == "cpu":
+        return torch.device("cpu")
+    if kind not in _COLLECTIVES:
+        raise CapabilityError("megatron runs on no such device", found=name, wanted=", ".join(_COLLECTIVES))
+    if not (torch.accelerator.is_available() and torch.accelerator.current_accelerator() == torch.device(kind)):
+        raise CapabilityError(
+            f"this process has no {kind} device",
+            found="cpu only",
+            wanted=kind,
+            next="set trainer.device=cpu, or run `rlctl doctor` to see what is installed",
+        )
+    here = torch.accelerator.current_device_index()
+    wanted = torch.device(name).index
+    index = wanted if wanted is not None else int(os.environ.get("LOCAL_RANK", "0")) if world > 1 else here
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind, index)
+
+
+def _join(world: int, device: torch.device, timeout_s: float) -> bool:
+    """Use the process group that is there, or make one; True when it was made here."""
+    if dist.is_initialized():
+        if dist.get_world_size() != world:
+            raise EngineError(
+                "the process group has another size than the topology",
+                found=f"{dist.get_world_size()} ranks",
+                wanted=f"{world} ranks",
+            )
+        return False
+    timeout = datetime.timedelta(seconds=timeout_s)
+    backend = _COLLECTIVES[device.type]
+    if world == 1:
+        # megatron-core has no path without a process group.
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        return True
+    missing = [k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
+    if missing or int(os.environ["WORLD_SIZE"]) != world:
+        raise EngineError(
+            f"{world} ranks are asked for, but the launcher started others",
+            found=f"no {', '.join(missing)} in the environment"
+            if missing
+            else f"WORLD_SIZE={os.environ['WORLD_SIZE']}",
+            wanted="the environment that `rlctl train --nproc` or torchrun sets",
+            next=f"start with --nproc {world}",
+        )
+    dist.init_process_group(backend, timeout=timeout)
+    return True

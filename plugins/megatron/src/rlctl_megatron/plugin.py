@@ -1,0 +1,103 @@
+"""What this dist offers, as records. Standard library and ``rlctl`` only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlctl.hookspecs import hookimpl
+from rlctl.records import Axis, BackendKind, BackendSpec, Capability, Check, ModelType, Support
+
+REQUIREMENTS = (
+    "torch>=2.11,<2.15",
+    "megatron-core>=0.16.1,<0.20",
+    "transformers>=5.17,<6",
+    "safetensors>=0.5",
+    "psutil>=5.9",
+)
+INSTALL_HINT = "pip install rlctl-plugin-megatron"
+DEVICES = ("cpu", "cuda")
+
+_CELLS: dict[Axis, tuple[Support, str, str | None]] = {
+    Axis.DP_SHARD: (
+        Support.SUPPORTED,
+        "weights whole on every rank of the axis, moments and main weights sharded over it (DistributedOptimizer)",
+        None,
+    ),
+    Axis.DP_REPLICATE: (
+        Support.UNSUPPORTED,
+        "dp_shard keeps whole weights on every rank already and shards the optimizer; take dp_shard",
+        None,
+    ),
+    Axis.TP: (
+        Support.SUPPORTED,
+        "matrices and the vocabulary split between ranks",
+        "heads_and_kv_heads_divisible_by_tp & moe_with_tp_needs_sp",
+    ),
+    Axis.SP: (Support.SUPPORTED, "activations between matrices split over the ranks of tp", "sp_needs_tp"),
+    Axis.PP: (Support.SUPPORTED, "layers split between ranks, 1F1B schedule", "layers_divisible_by_stages"),
+    Axis.VPP: (Support.SUPPORTED, "several chunks of layers a rank, interleaved 1F1B schedule", "vpp_needs_pp"),
+    Axis.CP: (
+        Support.SUPPORTED,
+        "each row split in zigzag order; keys and values of all ranks are gathered in every layer",
+        None,
+    ),
+    Axis.EP: (
+        Support.SUPPORTED,
+        "experts split between ranks, tokens sent by all-gather or all-to-all",
+        "experts_divisible_by_ep",
+    ),
+    Axis.ETP: (Support.SUPPORTED, "matrices of each expert split between ranks", "etp_needs_experts"),
+    Axis.USP: (Support.UNSUPPORTED, "heads are not swapped for tokens; take cp, or fsdp2 with usp", None),
+    Axis.DCP: (Support.NOT_APPLICABLE, "an axis of decoding; this backend trains", None),
+}
+
+
+def _capabilities() -> tuple[Capability, ...]:
+    return tuple(
+        Capability(
+            axis=axis, support=support, reason=reason, model_type=model_type, device=device, constraint=constraint
+        )
+        for model_type in ModelType
+        for device in DEVICES
+        for axis, (support, reason, constraint) in _CELLS.items()
+    )
+
+
+@hookimpl
+def rlctl_backends() -> list[BackendSpec]:
+    """The ``megatron`` training backend."""
+    return [
+        BackendSpec(
+            name="megatron",
+            kind=BackendKind.TRAIN,
+            engine="rlctl_megatron.engine:MegatronEngine",
+            config="rlctl_megatron.config:MegatronConfig",
+            api_version=(1, 0),
+            model_types=tuple(ModelType),
+            devices=tuple((device, None) for device in DEVICES),
+            capabilities=_capabilities(),
+            requirements=REQUIREMENTS,
+            imports=("torch", "transformers", "megatron.core", "rlctl_megatron.engine"),
+            install_hint=INSTALL_HINT,
+            # One queue of kernels keeps the order in which megatron's overlapped communication was written.
+            env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+            summary="megatron-core: tensor, sequence, pipeline, context and expert parallel",
+        )
+    ]
+
+
+@hookimpl
+def rlctl_checks() -> list[Check]:
+    """The CPU stand-ins, and the version of megatron-core that was proved."""
+    from rlctl_megatron.checks import check_stand_ins, check_version
+
+    return [Check("megatron-core", check_version), Check("megatron-stand-ins", check_stand_ins)]
+
+
+@hookimpl
+def rlctl_prepare_process(backend: str, config: Mapping[str, Any]) -> None:
+    """On a CPU, stand-ins for the CUDA calls in megatron-core's way; see :mod:`rlctl_megatron.standins`."""
+    from rlctl_megatron.standins import prepare
+
+    prepare(config.get("device"))

@@ -1,0 +1,131 @@
+"""The modules that a layer is made of, and the chunk of layers that a rank runs.
+
+megatron-core's local modules, with three of ours in their places: RMSNorm that computes as Hugging Face does and works under
+sequence parallel, core attention over packed rows (:mod:`rlctl_megatron.attention`), and a chunk that hands out hidden states,
+since logits are the reader's matter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+from torch import nn
+
+from rlctl_megatron.architecture import Architecture
+from rlctl_megatron.attention import PackedAttention
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm (Zhang and Sennrich 2019), in float32 whatever the input's dtype.
+
+    Its gradient covers the tokens, or the heads, of one tp rank; megatron-core sums it over tp where the mark on the weight
+    says so.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[..., D]`` -> ``[..., D]``."""
+        wide = hidden.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * (wide * scale).to(hidden.dtype)
+
+
+def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers that this rank builds for one chunk."""
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
+    assert spec.layer_specs is not None
+    for layer in spec.layer_specs:
+        parts: Any = layer.submodules
+        attention = parts.self_attention.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        attention.core_attention = PackedAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    spec.layer_norm = RMSNorm  # type: ignore[assignment]
+    return spec
+
+
+class ChunkModel(GPTModel):
+    """A chunk whose last stage returns hidden states ``[T, 1, D]`` after the final norm (of this rank's tokens under sp).
+
+    Args:
+        value: a value head ``[1, D]`` in place of the vocabulary's; the same on every tp rank.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        architecture: Architecture,
+        padded_vocab: int,
+        *,
+        first: bool,
+        last: bool,
+        value: bool,
+        vp_stage: int | None,
+    ) -> None:
+        tied = architecture.tied and not value
+        super().__init__(
+            config,
+            block_spec(config, vp_stage),  # type: ignore[arg-type]
+            padded_vocab,
+            architecture.max_positions,
+            pre_process=first,
+            post_process=last,
+            parallel_output=True,
+            share_embeddings_and_output_weights=tied,
+            position_embedding_type="rope",
+            vp_stage=vp_stage,
+        )
+        self.value_head: nn.Linear | None = None
+        if value and last:
+            del self.output_layer
+            self.value_head = nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
+        # As the model's config says, scaled or not; kept in float32 beside weights of lower precision.
+        self.rotary_pos_emb.inv_freq = architecture.inv_freq.to(self._device())
+
+    def _device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:  # type: ignore[override]
+        return hidden_states
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        """As megatron-core's; its language module takes it for granted that the last stage has a vocabulary."""
+        if self.value_head is None:
+            return super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return MegatronModule.sharded_state_dict(
+            self, prefix, sharded_offsets, ensure_metadata_has_dp_cp_group(metadata)
+        )
+
+    def head_weight(self) -> torch.Tensor:
+        """``[V / tp, D]`` this rank's rows of the head (last stage only)."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        weight = self.output_layer.weight
+        assert weight is not None, "an untied head has rows of its own"
+        return weight
+
+
+def is_first(vp_stage: int | None) -> bool:
+    """Whether this rank's chunk holds the embedding."""
+    return parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
+
+
+def is_last(vp_stage: int | None) -> bool:
+    """Whether this rank's chunk holds the final norm and the head."""
+    return parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)

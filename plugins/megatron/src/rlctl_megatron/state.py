@@ -1,0 +1,185 @@
+"""Model, optimizer, schedule and random state of all ranks, through megatron-core's sharded checkpoints.
+
+Weights and, with whole moments, moments too lie in the files under their place in the whole model, so that ranks with other
+tp, pp or ep sizes can read them. Moments that the distributed optimizer sharded lie as its buffers do: then only the data
+parallel size may change. ``engine.json`` holds the small numbers and what the files were written with.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from safetensors.torch import load_file, save_file
+
+from rlctl.errors import CheckpointError
+from rlctl_megatron.build import Built
+from rlctl_megatron.mesh import Place
+from rlctl_megatron.optim import Stepper
+
+_NUMBERS = "engine.json"
+_METADATA = {"distrib_optim_sharding_type": "dp_reshardable"}
+_LAYOUT = ("tp", "pp", "vpp", "cp", "ep", "etp")
+"""Axes whose sizes a sharded optimizer's files are bound to."""
+
+
+def save_state(path: Path, built: Built, stepper: Stepper, place: Place) -> None:
+    """Write everything below ``path``; collective over all ranks."""
+    path.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    whole = _sharded(built, stepper, loading=False, moments=_has_moments(stepper))
+    dist_checkpointing.save(whole, str(path))
+    save_file(_random_state(place.device), path / f"rng_{dist.get_rank():05d}.safetensors")
+    if dist.get_rank() == 0:
+        numbers = {
+            "num_steps": stepper.num_steps,
+            "has_moments": _has_moments(stepper),
+            "sharded_moments": stepper.distributed,
+            "optimizer": stepper.name,
+            "sizes": _sizes(place),
+        }
+        (path / _NUMBERS).write_text(json.dumps(numbers, indent=1))
+    dist.barrier()
+
+
+def load_state(path: Path, built: Built, stepper: Stepper, place: Place) -> None:
+    """Read what :func:`save_state` wrote, in place.
+
+    Raises:
+        CheckpointError: files are missing or damaged, another optimizer wrote them, or moments were sharded by ranks with
+            other sizes.
+    """
+    numbers = _numbers(path)
+    _check_fit(numbers, stepper, place)
+    whole = _sharded(built, stepper, loading=True, moments=bool(numbers["has_moments"]))
+    try:
+        loaded: Any = dist_checkpointing.load(whole, str(path))
+    except (OSError, RuntimeError, ValueError, KeyError, dist_checkpointing.core.CheckpointingException) as error:
+        raise CheckpointError(
+            "the checkpoint cannot be read",
+            found=f"{path}: {str(error).strip().splitlines()[0]}",
+            wanted="weights and moments as this model has them",
+            next="resume with the model and backend that wrote it",
+        ) from error
+    for key, model in _models(built).items():
+        model.load_state_dict(loaded[key])
+    if numbers["has_moments"]:
+        with torch.no_grad():
+            stepper.optimizer.load_state_dict(loaded["optimizer"])
+        _check_moments(stepper, int(numbers["num_steps"]))
+    else:
+        for part in stepper.parts():
+            if part.optimizer is not None:
+                part.optimizer.state.clear()
+        stepper.optimizer.reload_model_params()
+    stepper.num_steps = int(numbers["num_steps"])
+    stepper.drop_gradients()
+    stepper.set_decay()
+    _restore_random_state(path, place.device)
+
+
+def _models(built: Built) -> dict[str, Any]:
+    models = built.models
+    return {"model": models[0]} if len(models) == 1 else {f"model{i}": m for i, m in enumerate(models)}
+
+
+def _sharded(built: Built, stepper: Stepper, *, loading: bool, moments: bool) -> dict[str, Any]:
+    """The state of this rank's part, with its place in the whole."""
+    weights: dict[str, Any] = {key: model.sharded_state_dict() for key, model in _models(built).items()}
+    whole = dict(weights)
+    if moments:
+        whole["optimizer"] = stepper.optimizer.sharded_state_dict(
+            weights if len(weights) > 1 else weights["model"], is_loading=loading, metadata=_METADATA
+        )
+    return whole
+
+
+def _has_moments(stepper: Stepper) -> bool:
+    return stepper.name == "adamw" and stepper.num_steps > 0
+
+
+def _sizes(place: Place) -> dict[str, int]:
+    t = place.topology
+    return {name: int(getattr(t, name)) for name in (*_LAYOUT, "dp_shard", "dp_replicate")}
+
+
+def _numbers(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads((path / _NUMBERS).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            "this is no complete checkpoint of megatron",
+            found=f"{path}: {error}",
+            wanted=f"a directory with {_NUMBERS}",
+        ) from error
+
+
+def _check_fit(numbers: dict[str, Any], stepper: Stepper, place: Place) -> None:
+    if numbers["optimizer"] != stepper.name:
+        raise CheckpointError(
+            "another optimizer wrote the checkpoint",
+            found=numbers["optimizer"],
+            wanted=stepper.name,
+            next=f"set actor.optim.name={numbers['optimizer']}",
+        )
+    if not numbers["has_moments"]:
+        return
+    here, there = _sizes(place), numbers["sizes"]
+    if numbers["sharded_moments"] != stepper.distributed:
+        raise CheckpointError(
+            "moments that were sharded over data parallel ranks, and whole ones, are different files",
+            found=f"sharded: {str(numbers['sharded_moments']).lower()}",
+            wanted=str(stepper.distributed).lower(),
+            next=f"set actor.engine.distributed_optimizer={'always' if numbers['sharded_moments'] else 'never'}",
+        )
+    changed = [name for name in _LAYOUT if here[name] != there[name]]
+    if numbers["sharded_moments"] and changed:
+        raise CheckpointError(
+            "sharded moments can be read by ranks of the same model parallel sizes only",
+            found=", ".join(f"{name}={here[name]}" for name in changed),
+            wanted=", ".join(f"{name}={there[name]}" for name in changed),
+            next="resume with those sizes, or write the checkpoint with actor.engine.distributed_optimizer=never",
+        )
+
+
+def _check_moments(stepper: Stepper, num_steps: int) -> None:
+    """Every trained weight has both moments and the step count that the checkpoint tells."""
+    for part in stepper.parts():
+        if part.optimizer is None:
+            continue
+        for group in part.optimizer.param_groups:
+            for weight in group["params"]:
+                state = part.optimizer.state.get(weight, {})
+                if not {"exp_avg", "exp_avg_sq"} <= set(state):
+                    raise CheckpointError(
+                        "the checkpoint lacks moments",
+                        found=f"a weight of {tuple(weight.shape)} without",
+                        wanted="both",
+                    )
+                # Kept per weight by torch's AdamW and per group by fused kernels.
+                steps = float(state.get("step", group.get("step", -1)))
+                if steps != num_steps:
+                    raise CheckpointError(
+                        "the checkpoint's step counts do not fit", found=f"{steps:g} steps", wanted=f"{num_steps}"
+                    )
+
+
+def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        state[device.type] = torch.get_device_module(device).get_rng_state()
+    return state
+
+
+def _restore_random_state(path: Path, device: torch.device) -> None:
+    file = path / f"rng_{dist.get_rank():05d}.safetensors"
+    if not file.is_file():
+        raise CheckpointError("the random state of this rank is missing", found=f"no {file.name}", wanted=str(file))
+    state = load_file(file)
+    torch.set_rng_state(state["cpu"])
+    if device.type != "cpu" and device.type in state:
+        torch.get_device_module(device).set_rng_state(state[device.type])
