@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,12 +19,13 @@ from rlctl.batch import GROUP, PackedBatch, padding_like
 from rlctl.engine_records import EngineInfo, MeshInfo, MicroOutput, StepOutput, TrainOutput
 from rlctl.errors import BatchError, EngineError
 from rlctl.generation import Completion, GenerateRequest, ScoreRequest, TokenScores
-from rlctl.logits import LogitsReader, LossFn, LossOutput
+from rlctl.logits import LossFn
 from rlctl.microbatch import MicroBatchPlan, assign, min_count
 from rlctl.normalizer import item_weights
 from rlctl.normalizer_modes import LossAggMode
-from rlctl.records import BackendKind
+from rlctl.records import BackendKind, ModelType
 from rlctl.runtime.phases import phase
+from rlctl.scoring import ScoreLoss, check_scores
 from rlctl.topology import Topology
 
 __all__ = ["Engine", "EngineInfo", "MeshInfo", "MicroOutput", "StepOutput", "TrainOutput", "load_target"]
@@ -59,6 +59,7 @@ class Engine:
         self.name = name
         self.mesh: MeshInfo | None = None
         self.info: EngineInfo | None = None
+        self.model_type = ModelType.LANGUAGE_MODEL
         self._pm = pluggy.PluginManager(hookspecs.PROJECT)
         self._pm.add_hookspecs(hookspecs.EngineSpecs)
         self._register("provider", provider)
@@ -123,7 +124,13 @@ class Engine:
         optimizer: Mapping[str, Any] | None = None,
         forward_only: bool = False,
     ) -> EngineInfo:
-        """Build the mesh, then the model (see the hooks of the same names)."""
+        """Build the mesh, then the model (see the hooks of the same names).
+
+        Args:
+            model: its key ``model_type`` says which head; without it, that of a language model.
+        """
+        self.model_type = ModelType(model.get("model_type", ModelType.LANGUAGE_MODEL))
+        model = {**model, "model_type": str(self.model_type)}
         with phase("init"):
             mesh = self._answer("rlctl_build_mesh", self._hooks.rlctl_build_mesh(topology=topology, settings=settings))
             self.mesh = mesh
@@ -259,20 +266,21 @@ class Engine:
         """Score known sequences without gradients.
 
         Args:
-            want: among ``log_probs``, ``entropy`` and, where the engine's notes have it, ``experts``: what a mixture of
-                experts chose at the position that predicts each scored token.
+            want: of a language model among ``log_probs``, ``entropy`` and, where the engine's notes have it, ``experts``:
+                what a mixture of experts chose at the position that predicts each scored token. Of a value model
+                ``values`` (see :meth:`rlctl.logits.ValueReader.values`).
 
         Returns:
             ``{name: [N] float32 on the CPU}`` in the order of ``batch``, zero where ``loss_mask`` is False; ``experts`` is
             ``[N, layers, experts of a token]``.
 
         Raises:
-            EngineError: ``experts`` of an engine that does not report them.
+            EngineError: what a model with this head has not, or ``experts`` of an engine that does not report them.
         """
-        assert want, "infer_batch needs something to compute"
+        check_scores(want, self.model_type, self.name)
         micro_batches, groups = self.micro_batches(batch, plan)
         self._hooks.rlctl_set_mode(train=False)
-        outputs = self.forward_backward(micro_batches, _ScoreLoss(tuple(want)), forward_only=True)
+        outputs = self.forward_backward(micro_batches, ScoreLoss(tuple(want)), forward_only=True)
         starts = batch.cu_seqlens.tolist()
         result = {name: torch.zeros(batch.num_items, *outputs[0].items[name].shape[1:]) for name in want}
         for rows, out in zip(groups, outputs, strict=True):
@@ -369,30 +377,3 @@ def rows_scored_from_the_start(batch: PackedBatch) -> list[int]:
     if "input_ids" not in batch.items or "loss_mask" not in batch.items or batch.num_rows == 0:
         return []
     return batch.items["loss_mask"][batch.cu_seqlens[:-1]].bool().nonzero().flatten().tolist()
-
-
-@dataclass(frozen=True)
-class _ScoreLoss:
-    want: tuple[str, ...]
-
-    def __call__(self, reader: LogitsReader, batch: PackedBatch) -> LossOutput:
-        items: dict[str, torch.Tensor] = {}
-        if {"log_probs", "entropy"} <= set(self.want):
-            items["log_probs"], items["entropy"] = reader.log_prob_and_entropy()
-        for name in self.want:
-            if name not in items:
-                items[name] = self._one(reader, name)
-        return LossOutput(loss=next(iter(items.values())).sum(), items={k: v.detach() for k, v in items.items()})
-
-    def _one(self, reader: LogitsReader, name: str) -> torch.Tensor:
-        if name == "experts":
-            experts = getattr(reader, "experts", None)
-            if experts is None:
-                raise EngineError(
-                    "this engine does not report what its experts were",
-                    found="a reader without experts()",
-                    wanted="a mixture of experts on an engine whose notes have 'experts'",
-                )
-            return experts()
-        assert name in ("log_probs", "entropy"), name
-        return reader.log_prob() if name == "log_probs" else reader.entropy()

@@ -104,8 +104,12 @@ class EngineSpecs:
     ) -> EngineInfo:  # type: ignore[empty-body]
         """Build module, optimizer and schedule. With ``forward_only`` neither optimizer nor schedule exists.
 
-        ``model``: the ``model`` section as a dict (path, config, init, dtype ...) and ``seed``, from which random weights
-        are drawn. ``optimizer``: the ``optim`` section; ``name`` is ``adamw`` (without AMSGrad) or ``sgd`` (no momentum), and
+        ``model``: the ``model`` section as a dict (path, config, init, dtype ...), ``seed``, from which random weights
+        are drawn, and always ``model_type``, the head: ``language_model``, or ``value_model`` for one number a token. A
+        value model is read through a :class:`rlctl.logits.ValueReader`; its weights are those of transformers' token
+        classifier with one label, ``score.weight`` ``[1, D]`` on top.
+
+        ``optimizer``: the ``optim`` section; ``name`` is ``adamw`` (without AMSGrad) or ``sgd`` (no momentum), and
         an engine refuses with ConfigError what it has not; the rate goes by :func:`rlctl.schedule.lr_factor`.
         """
 
@@ -128,7 +132,8 @@ class EngineSpecs:
     ) -> list[MicroOutput]:  # type: ignore[empty-body]
         """Run all micro-batches of one mini-batch; unless ``forward_only`` gradients accumulate.
 
-        The engine calls ``loss_fn(reader, micro_batch)`` once per micro-batch and backpropagates ``loss``. The loss is
+        The engine calls ``loss_fn(reader, micro_batch)`` once per micro-batch and backpropagates ``loss``; the reader is a
+        :class:`rlctl.logits.LogitsReader`, or of a value model a :class:`rlctl.logits.ValueReader`. The loss is
         already a globally weighted sum; the engine only makes its gradient reduction a *sum* over data parallel ranks.
         Zero-weight micro-batches (``micro_batch.is_padding``) take part in every collective. Several calls may precede
         one optimizer step.

@@ -1,7 +1,8 @@
 """What a loss sees of a model: one reader that hides where logits live.
 
 A loss function is called as ``loss_fn(reader, micro_batch)`` and returns a :class:`LossOutput`. It names no backend
-and no vocabulary shard; full, chunked and vocab-parallel readers give the same numbers.
+and no vocabulary shard; full, chunked and vocab-parallel readers give the same numbers. A language model is read through a
+:class:`LogitsReader`, a value model through a :class:`ValueReader`.
 
 Shapes: N tokens of the micro-batch, P of them *scored* (``loss_mask`` True), K alternatives, V vocabulary, D hidden.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 
@@ -50,6 +51,20 @@ class LogitsReader(Protocol):
         ...
 
 
+class ValueReader(Protocol):
+    """What a value model says at the scored positions of one micro-batch."""
+
+    def values(self) -> torch.Tensor:
+        """``[N]`` float32 on the engine's device, zero where ``loss_mask`` is False, with gradient in training.
+
+        ``values()[t]`` is the value of the state in which token t is chosen: the head's output at position t - 1, computed
+        from the tokens before t and not from t itself. So it stands beside ``log_prob()[t]`` of the policy, and
+        ``returns[t]`` and ``advantages[t]`` speak of the same moment. The state behind a row's last token has no entry.
+        No temperature divides it.
+        """
+        ...
+
+
 @dataclass
 class LossOutput:
     """Result of a loss on one micro-batch.
@@ -68,7 +83,9 @@ class LossOutput:
     items: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-LossFn: TypeAlias = "Callable[[LogitsReader, PackedBatch], LossOutput]"
+# Any: a loss takes the reader of the head that it is for, and an engine hands it the one that it has.
+LossFn: TypeAlias = "Callable[[Any, PackedBatch], LossOutput]"
+"""``loss_fn(reader, micro_batch)``; the reader is a :class:`LogitsReader`, or of a value model a :class:`ValueReader`."""
 
 
 def to_logits_scale(logits: torch.Tensor, temperature: float) -> torch.Tensor:

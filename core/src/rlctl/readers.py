@@ -1,6 +1,6 @@
-"""The plain reader: log-softmax over the whole vocabulary at the scored positions.
+"""The plain readers: log-softmax over the whole vocabulary at the scored positions, and values there.
 
-It is the shortest thing that fulfils :class:`rlctl.logits.LogitsReader`, good enough for small vocabularies and the
+The first is the shortest thing that fulfils :class:`rlctl.logits.LogitsReader`, good enough for small vocabularies and the
 measure for readers that chunk or split the vocabulary: those give the same numbers without its ``[P, V]`` tensor.
 
 Shapes: N tokens of the micro-batch, P of them scored, V vocabulary, K alternatives.
@@ -57,3 +57,22 @@ class DenseReader:
         """(log-probs, ids), ``[N, k]`` each, no gradient."""
         values, ids = self._log_p.detach().topk(k, dim=-1)
         return self._at_items(values), self._at_items(ids)
+
+
+class DenseValueReader:
+    """A reader over the numbers of a value head that are at hand.
+
+    Args:
+        outputs: ``[N]``, the head's output over the packed tokens: row t has seen token t.
+        batch: the micro-batch; ``loss_mask`` says which tokens are scored, never the first of a row.
+    """
+
+    def __init__(self, outputs: torch.Tensor, batch: PackedBatch) -> None:
+        self._index = batch.items["loss_mask"].bool().nonzero().flatten().to(outputs.device)
+        # No position scored: the empty tensor still hangs on the graph, so every gradient is there and zero.
+        self._values = outputs.float()[self._index - 1]
+        self._num_items = batch.num_items
+
+    def values(self) -> torch.Tensor:
+        """``[N]`` the value of the state before each scored token, zero elsewhere."""
+        return self._values.new_zeros(self._num_items).index_copy(0, self._index, self._values)

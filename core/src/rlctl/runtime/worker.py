@@ -95,7 +95,8 @@ class Worker:
             engine = self._create(spec, settings)
             topology = resolve(self.boot.world_size, spec.axes)
             optimizer = None if spec.optimizer is None else dict(spec.optimizer)
-            info = engine.build(topology, settings, spec.model, optimizer, forward_only=optimizer is None)
+            model = {**spec.model, "model_type": spec.model_type}
+            info = engine.build(topology, settings, model, optimizer, forward_only=optimizer is None)
         assert spec.role not in self.engines, f"two engines called {spec.role!r}"
         self.engines[spec.role] = engine
         assert engine.mesh is not None, "it was just built"
