@@ -53,7 +53,8 @@ def test_cli_verify_prints_a_line_a_quantity(monkeypatch: pytest.MonkeyPatch, ca
     pytest.importorskip("torch")
     pytest.importorskip("safetensors")
     from rlctl.verify.compare import Delta
-    from rlctl.verify.report import Case, LeftOut, Report
+    from rlctl.verify.report import Case, Report
+    from rlctl.verify.selection import LeftOut
     from rlctl_cli.verify_view import View
 
     good = Case(
@@ -85,7 +86,11 @@ def test_cli_verify_prints_a_line_a_quantity(monkeypatch: pytest.MonkeyPatch, ca
             for case in (good, bad, dead):
                 view.begin("next")
                 view.end(case)
-        view.finish(Report((good, bad, dead), (LeftOut("ep=2", "tiny:llama", "no experts"),), ("took back x",), 61.0))
+        left_out = (
+            LeftOut("ep=2", "tiny:llama", "no experts"),
+            LeftOut("tp=4", "tiny:qwen3", "no need", "value_model"),
+        )
+        view.finish(Report((good, bad, dead), left_out, ("took back x",), 61.0))
         out, err = capsys.readouterr()
         assert out.count(" on cpu: ") == shown
         assert "mine, dp_shard=2,usp=2, tiny:llama, float32 on cpu: FAILED in 2.0 s" in out
@@ -94,6 +99,7 @@ def test_cli_verify_prints_a_line_a_quantity(monkeypatch: pytest.MonkeyPatch, ca
         assert "ended early: rank 1 died" in out
         assert "next:    look" in out
         assert "left out: ep=2, tiny:llama: no experts" in out
+        assert "left out: tp=4, tiny:qwen3 value_model: no need" in out
         assert "took back x" in out
         last = out.splitlines()[-1]
         assert last.startswith(
@@ -101,6 +107,9 @@ def test_cli_verify_prints_a_line_a_quantity(monkeypatch: pytest.MonkeyPatch, ca
         )
         assert last.endswith("(1m 01s)")
         assert ("[2/3] next, about" in err) is not quiet
+    view = View(tables=True, quiet=True)
+    view.end(replace(bad, model_type="value_model"))
+    assert "mine, dp_shard=2,usp=2, tiny:llama value_model, float32 on cpu: FAILED" in capsys.readouterr().out
     view = View(tables=False, quiet=True)
     view.end(good)
     assert capsys.readouterr().out == ""

@@ -14,6 +14,7 @@ from rlctl.normalizer import item_weights
 from rlctl.normalizer_modes import LossAggMode
 from rlctl.records import ModelType
 from rlctl.verify import cases
+from rlctl.verify.reference import Scores
 from rlctl.verify.reference_losses import Objective, Sample, token_losses, token_weights
 from rlctl.verify.reference_updates import Rule, adamw_step
 
@@ -87,15 +88,14 @@ def test_verify_losses_by_hand() -> None:
     log_p = torch.tensor([-1.0, -2.0], dtype=torch.float64)
     entropy = torch.tensor([0.5, 0.25], dtype=torch.float64)
     scored = [False, True, True]
-    assert token_losses(Sample([1, 2, 3], scored), log_p, entropy, Objective("sft", "token-mean")).tolist() == [
-        1.0,
-        2.0,
-    ]
+    found = {"log_probs": log_p, "entropy": entropy}
+    assert token_losses(Sample([1, 2, 3], scored), found, Objective("sft", "token-mean")).tolist() == [1.0, 2.0]
 
     def one(advantage: float, ratio: float, gap: float = 0.0) -> float:
         s = Sample([1, 2], [False, True], [0.0, advantage], [0.0, -1.0 - math.log(ratio)], [0.0, -1.0 + gap])
         objective = Objective("grpo", "token-mean", clip_low=0.2, clip_high=0.3, clip_dual=3.0)
-        return float(token_losses(s, log_p[:1], entropy[:1], objective)) + 0.05 * 0.5
+        first = {name: values[:1] for name, values in found.items()}
+        return float(token_losses(s, first, objective)) + 0.05 * 0.5
 
     assert one(2.0, 1.1) == pytest.approx(-2.2)  # inside
     assert one(2.0, 1.5) == pytest.approx(-2.6)  # above: no more than 1.3
@@ -104,6 +104,18 @@ def test_verify_losses_by_hand() -> None:
     assert one(-2.0, 2.0) == pytest.approx(4.0)
     assert one(-2.0, 5.0) == pytest.approx(6.0)  # dual clip: at most 3
     assert one(0.0, 1.0, gap=0.7) == pytest.approx(0.1 * (math.exp(0.7) - 1 - 0.7))
+
+
+def test_verify_value_losses_by_hand() -> None:
+    def one(value: float, goal: float, old: float) -> float:
+        s = Sample([1, 2], [False, True], returns=[9.0, goal], old_values=[9.0, old])
+        found = {"values": torch.tensor([value], dtype=torch.float64)}
+        return float(token_losses(s, found, Objective("value", "token-mean", value_clip=0.5)))
+
+    assert one(1.2, 1.0, 1.0) == pytest.approx(0.02)  # within the bound
+    assert one(2.0, 2.0, 1.0) == pytest.approx(0.125)  # right, but it went too far: 1.5 counts
+    assert one(2.0, 1.0, 1.0) == pytest.approx(0.5)  # too far and wrong: the value itself counts
+    assert one(0.0, 0.0, 1.0) == pytest.approx(0.125)  # the same below
 
 
 def test_verify_adamw_is_torchs_and_its_bound_holds() -> None:
@@ -154,7 +166,27 @@ def test_verify_rows_are_what_the_comparison_needs() -> None:
         for a, b, c in zip(r.scored, r.scored[1:], r.scored[2:], strict=False)
     )
     assert cases.batches_of(4, 61) == batches
-    assert set(cases.RUNS) | set(cases.WITHOUT_RUNS) == set(ModelType)
+    assert set(cases.RUNS) == set(ModelType)
+
+
+def test_verify_rows_of_a_critic_meet_every_side_of_the_bound() -> None:
+    plain = [sample([False] + [True] * 40, seed) for seed in range(4)]
+    now = [torch.randn(41, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(4)]
+    rows = cases.with_history(plain, [Scores({"values": values}) for values in now], 7)
+    clip = cases.VALUE.value_clip
+    sides: set[tuple[str, bool]] = set()
+    for row, values in zip(rows, now, strict=True):
+        for value, old, goal in zip(values.tolist(), row.old_values, row.returns, strict=True):
+            moved = min(max(value, old - clip), old + clip)
+            side = "below" if moved > value else "above" if moved < value else "within"
+            sides.add((side, abs(moved - goal) > abs(value - goal)))
+            # Nothing so close to a corner that rounding could take it across.
+            assert abs(abs(value - old) - clip) > 0.1
+            assert side == "within" or abs(abs(moved - goal) - abs(value - goal)) > 0.04
+    assert sides == {("within", False)} | {(s, larger) for s in ("below", "above") for larger in (True, False)}
+    batch = cases.packed(rows, cases.VALUE)
+    assert {"returns", "old_values"} <= set(batch.items)
+    assert "advantages" not in batch.items
 
 
 def test_verify_rule_reads_gradients_off_a_step_without_wrecking_the_model() -> None:

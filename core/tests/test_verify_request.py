@@ -18,10 +18,11 @@ from rlctl.records import API_VERSION, Axis, BackendKind, BackendSpec, Capabilit
 from rlctl.topology import Topology
 from rlctl.verify.compare import Delta
 from rlctl.verify.models import without_dropout
-from rlctl.verify.report import Case, LeftOut, Report, record_case, record_name, summary_line
+from rlctl.verify.report import Case, Report, record_case, record_name, summary_line
 from rlctl.verify.request import make_request
+from rlctl.verify.selection import LeftOut
 from rlctl.verify.tiny import FAMILIES, fit_tiny
-from rlctl.verify.topologies import all_topologies, parse_topology, words
+from rlctl.verify.topologies import parse_topology, words
 
 LM = ModelType.LANGUAGE_MODEL
 
@@ -43,32 +44,6 @@ def spec(**axes: str | None) -> BackendSpec:
         imports=(),
         install_hint="pip install mine",
     )
-
-
-def every(backend: BackendSpec, ranks: int) -> list[str]:
-    return [words(t) for t in all_topologies(backend, LM, "cpu", None, ranks)]
-
-
-def test_verify_all_topologies_are_all_factorisations() -> None:
-    backend = spec(dp_shard=None, dp_replicate=None, usp="heads_divisible_by_usp")
-    found = every(backend, 4)
-    assert found[0] == "one process"
-    # Ordered factorisations into three: 1, 3, 3 and 6 of 1, 2, 3 and 4.
-    assert len(found) == len(set(found)) == 13
-    assert {"dp_replicate=2,usp=2", "dp_shard=2,usp=2", "dp_shard=2,dp_replicate=2", "usp=4", "dp_shard=3"} <= set(
-        found
-    )
-    assert every(spec(), 4) == ["one process"]
-
-
-def test_verify_axes_that_reuse_ranks_come_with_those_that_they_need() -> None:
-    found = every(spec(tp=None, sp="sp_needs_tp", pp=None, vpp=None, ep=None, dp_shard=None), 4)
-    assert "tp=2,sp=1" in found
-    assert "sp=1" not in found
-    assert "pp=2,vpp=2" in found
-    assert "vpp=2" not in found
-    assert "dp_shard=4,ep=2" in found
-    assert "dp_shard=2,ep=4" not in found
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -191,7 +166,8 @@ def test_verify_report_says_what_failed() -> None:
     keys = {"backend", "topology", "model", "passed", "deltas", "tolerances", "failures", "skipped", "error", "where"}
     assert keys <= set(payload["cases"][0])
     assert payload["cases"][0]["deltas"] == {"loss": 1e-7, "gradients": 1e-6}
-    assert payload["left_out"] == [{"topology": "ep=2", "model": "tiny:llama", "reason": "no experts"}]
+    left_out = {"topology": "ep=2", "model": "tiny:llama", "model_type": "language_model", "reason": "no experts"}
+    assert payload["left_out"] == [left_out]
     assert summary_line(report.cases) == "1 of 2 passed; dp_shard=2 (tiny:llama) failed: gradients"
     assert summary_line(()) == "nothing was run"
 

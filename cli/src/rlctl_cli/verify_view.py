@@ -12,7 +12,7 @@ from rich.text import Text
 
 from rlctl.tracking.headline import write_duration
 from rlctl.verify.compare import QUANTITIES
-from rlctl.verify.report import Case, Report, axes_text, summary_line
+from rlctl.verify.report import Case, Report, axes_text, model_text, summary_line
 from rlctl.verify.run import Watcher
 from rlctl_cli.output import console
 
@@ -90,7 +90,7 @@ class View(Watcher):
     def finish(self, report: Report) -> None:
         """What was left out, evidence, and the last line."""
         for entry in report.left_out:
-            self._out.print(Text(f"left out: {entry.topology}, {entry.model}: {entry.reason}", style="dim"))
+            self._out.print(Text(f"left out: {entry.topology}, {model_text(entry)}: {entry.reason}", style="dim"))
         for message in report.messages:
             self._out.print(Text(message, style="yellow"))
         records = [c.evidence for c in report.cases if c.evidence and c.passed]
@@ -104,7 +104,7 @@ class View(Watcher):
 def case_table(case: Case) -> Group:
     """One case: a line for each quantity, then what was skipped or went wrong."""
     verdict = Text("passed", style="green") if case.passed else Text("FAILED", style="bold red")
-    head = Text(f"{case.backend}, {axes_text(case)}, {case.model}, {case.dtype} on {case.device}: ", style="bold")
+    head = Text(f"{case.backend}, {axes_text(case)}, {model_text(case)}, {case.dtype} on {case.device}: ", style="bold")
     table = Table("quantity", box=None, pad_edge=False, header_style="dim")
     table.add_column("largest delta", justify="right")
     table.add_column("tolerance", justify="right")

@@ -9,7 +9,9 @@ import click
 @click.option("--backend", required=True, metavar="NAME", help="Training backend.")
 @click.option("--topology", metavar="AXES", help="Sizes of the axes, as in dp_shard=2,usp=2. Default: one process.")
 @click.option("--nproc", type=click.IntRange(min=1), help="Ranks; with --all the most ranks (default: devices, or 4).")
-@click.option("--all", "every", is_flag=True, help="Every topology that the backend declares and that fits --nproc.")
+@click.option(
+    "--all", "every", is_flag=True, help="Every axis that the backend declares, alone and in pairs, up to --nproc."
+)
 @click.option(
     "--model", "models", multiple=True, metavar="DIR|tiny:FAMILY", help="Model (repeatable). tiny:all: every family."
 )
@@ -51,7 +53,8 @@ def verify(
     rlctl verify --backend fsdp2 --all --nproc 4 --json
 
     Loss, log-probs, entropy, grad norm, every gradient, updated weights, export and checkpoint; for a mixture of experts
-    its routing too. Exit codes: 0 everything is within its tolerance, 1 something is not or could not run, 2 the request is wrong.
+    its routing too, for a value model its values. Exit codes: 0 everything is within its tolerance,
+    1 something is not or could not run, 2 the request is wrong.
     """
     from rlctl.device import detect_device
     from rlctl.plugins import load_plugins

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from rlctl.algorithms.losses import CrossEntropyLoss, PolicyLoss
+from rlctl.algorithms.value_loss import ValueLoss
 from rlctl.batch import GROUP, PackedBatch, pack
 from rlctl.config.schema import ActorConfig, OptimConfig, PolicyLossConfig
 from rlctl.logits import LossFn
@@ -34,6 +35,7 @@ _NORM_LENGTH = 16
 
 SFT = Objective("sft", "token-mean", _NORM_LENGTH)
 GRPO = Objective("grpo", "seq-mean-token-mean", _NORM_LENGTH, temperature=0.8)
+VALUE = Objective("value", "token-mean", _NORM_LENGTH)
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class RunPlan:
     """One engine's life: a loss, an update rule, a way to split into micro-batches.
 
     Args:
-        loss: its name in reports: ``sft``, ``grpo``.
+        loss: its name in reports: ``sft``, ``grpo``, ``value``.
         rule: ``sgd``, ``smooth`` (what stands in for it) or ``adamw``; see :func:`rule_of`.
     """
 
@@ -64,8 +66,18 @@ RUNS: Mapping[ModelType, tuple[RunPlan, ...]] = {
             MicroBatchPlan(max_tokens=TOKEN_BUDGET),
         ),
     ),
+    ModelType.VALUE_MODEL: (
+        RunPlan("value-sgd", "value", VALUE, "sgd", MicroBatchPlan(max_tokens=TOKEN_BUDGET)),
+        RunPlan(
+            "value-adamw",
+            "value",
+            replace(VALUE, aggregation="seq-mean-token-mean"),
+            "adamw",
+            MicroBatchPlan(max_rows=ROW_BUDGET),
+        ),
+    ),
 }
-"""Runs by model type."""
+"""Runs by model type, for each that there is."""
 
 
 def without_sgd(plans: Sequence[RunPlan]) -> tuple[RunPlan, ...]:
@@ -73,12 +85,6 @@ def without_sgd(plans: Sequence[RunPlan]) -> tuple[RunPlan, ...]:
     return tuple(
         replace(p, name=p.name.replace("sgd", "smooth"), rule="smooth") if p.rule == "sgd" else p for p in plans
     )
-
-
-WITHOUT_RUNS: Mapping[ModelType, str] = {
-    ModelType.VALUE_MODEL: "this version of rlctl has no value loss to train a value model with",
-}
-"""Why a model type has none."""
 
 
 def samples_of(seed: int, num_rows: int, vocab_size: int) -> list[Sample]:
@@ -106,6 +112,36 @@ def samples_of(seed: int, num_rows: int, vocab_size: int) -> list[Sample]:
     return samples
 
 
+def with_history(samples: Sequence[Sample], scores: Sequence[Scores], seed: int) -> list[Sample]:
+    """``samples`` with what their losses compare the model with, beside what it says at its start (``scores``)."""
+    of_values = all("values" in score.numbers for score in scores)
+    return with_values(samples, scores, seed) if of_values else with_policies(samples, scores, seed)
+
+
+def with_values(samples: Sequence[Sample], scores: Sequence[Scores], seed: int) -> list[Sample]:
+    """``samples`` with returns and the values of an older critic, some way beside those of the model at its start.
+
+    The model's values lie within the bound of the clip and beyond it on both sides, and its errors are the larger and the
+    smaller ones; no pair of errors is so close that rounding could swap them.
+    """
+    rng = random.Random(seed)
+    clip = VALUE.value_clip
+    moves = (0.0, 0.2 * clip, -0.3 * clip, 1.8 * clip, -1.8 * clip)
+    out = []
+    for sample, score in zip(samples, scores, strict=True):
+        old, returns = [], []
+        for now in score.numbers["values"].tolist():
+            move = rng.choice(moves) + rng.uniform(-0.02, 0.02)
+            beyond = move - max(-clip, min(clip, move))
+            error = rng.gauss(0.0, 0.7)
+            while abs(error - beyond / 2) < 0.05:
+                error = rng.gauss(0.0, 0.7)
+            old.append(now - move)
+            returns.append(now - error)
+        out.append(replace(sample, returns=returns, old_values=old))
+    return out
+
+
 def with_policies(samples: Sequence[Sample], scores: Sequence[Scores], seed: int) -> list[Sample]:
     """``samples`` with log-probs of an older and of a reference policy, some nats beside those of the model at its start.
 
@@ -115,7 +151,7 @@ def with_policies(samples: Sequence[Sample], scores: Sequence[Scores], seed: int
     ratios = (0.0, 0.06, -0.1, 0.45, -0.45, 1.5)
     out = []
     for sample, score in zip(samples, scores, strict=True):
-        now = score.log_probs.tolist()
+        now = score.numbers["log_probs"].tolist()
         old = [p - rng.choice(ratios) - rng.uniform(-0.02, 0.02) for p in now]
         ref = [p + rng.gauss(0.0, 0.3) for p in now]
         out.append(replace(sample, old=old, ref=ref))
@@ -140,6 +176,9 @@ def packed(samples: Sequence[Sample], objective: Objective) -> PackedBatch:
         items["advantages"] = [s.advantages for s in samples]
         items["old_log_probs"] = [s.old for s in samples]
         items["ref_log_probs"] = [s.ref for s in samples]
+    if objective.kind == "value":
+        items["returns"] = [s.returns for s in samples]
+        items["old_values"] = [s.old_values for s in samples]
     dtypes = {"input_ids": torch.long, "loss_mask": torch.bool}
     dtypes |= {n: torch.float32 for n in items if n not in dtypes}
     # Rows that begin alike are samples of one prompt, for engines that compute it once.
@@ -152,6 +191,8 @@ def loss_of(objective: Objective) -> LossFn:
     """rlctl's own loss for an objective."""
     if objective.kind == "sft":
         return CrossEntropyLoss()
+    if objective.kind == "value":
+        return ValueLoss(clip_range=objective.value_clip)
     surrogate = PolicyLossConfig(
         clip_ratio_low=objective.clip_low, clip_ratio_high=objective.clip_high, clip_ratio_c=objective.clip_dual
     )

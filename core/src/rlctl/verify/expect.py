@@ -9,15 +9,17 @@ from pathlib import Path
 
 import torch
 
+from rlctl.records import ModelType
 from rlctl.verify import compare
 from rlctl.verify.cases import (
     ALL_AGGREGATIONS,
     GRPO,
     SFT,
+    VALUE,
     RunPlan,
     batches_of,
     rule_of,
-    with_policies,
+    with_history,
 )
 from rlctl.verify.compare import FLOAT32_TOLERANCES, OVERALL, Deltas, Tensors
 from rlctl.verify.reference import Reference, Run, Scores
@@ -37,6 +39,7 @@ FLOAT32_SURE, COARSE_SURE = 1e-4, 0.1
 COARSEST: Mapping[str, float] = {
     "log_probs": 1.0,
     "entropy": 1.0,
+    "values": 0.5,
     "experts": 0.3,
     "loss": 0.2,
     "grad_norm": 0.3,
@@ -78,7 +81,7 @@ class Expected:
     too_coarse: Mapping[str, str] = field(default_factory=dict)
 
 
-OBJECTIVES: Mapping[str, Objective] = {"sft": SFT, "grpo": GRPO}
+OBJECTIVES: Mapping[str, Objective] = {"sft": SFT, "grpo": GRPO, "value": VALUE}
 
 
 def expect(
@@ -89,11 +92,13 @@ def expect(
     dtype: str,
     num_ranks: int,
     scratch: Path,
+    model_type: ModelType = ModelType.LANGUAGE_MODEL,
     report: Callable[[], None] = lambda: None,
 ) -> Expected:
     """Run the reference.
 
     Args:
+        model_type: the head that the directory has, and that the plans are for.
         dtype: of the computation under test. The reference is computed in float32 whatever it is; in a lower precision a
             second one tells how far rounding alone goes, and tolerances follow from that.
         num_ranks: the most ranks that a topology will have; there are rows enough for each.
@@ -101,15 +106,15 @@ def expect(
         report: told of each row of work.
     """
     with quiet_transformers():
-        exact = Reference(directory, device, report=report)
+        exact = Reference(directory, device, report=report, head=str(model_type))
         plain = batches_of(num_ranks, exact.vocab_size)
         first = [exact.scores(samples, GRPO.temperature) for samples in plain]
-        batches = [with_policies(s, f, 7 + i) for i, (s, f) in enumerate(zip(plain, first, strict=True))]
+        batches = [with_history(s, f, 7 + i) for i, (s, f) in enumerate(zip(plain, first, strict=True))]
         rules = {p.name: rule_of(p.rule, *exact.first_gradient(batches[0], p.objective)) for p in plans}
         coarse: Reference | None = None
         tolerances = dict(FLOAT32_TOLERANCES)
         if dtype != "float32":
-            coarse = Reference(directory, device, getattr(torch, dtype), report)
+            coarse = Reference(directory, device, getattr(torch, dtype), report, head=str(model_type))
             tolerances |= {"gradients": _coarse_gradients(exact, coarse, batches[0], plans, scratch)}
         allowed = ADAMW_GROWTH * tolerances["gradients"]
         both = []
@@ -207,8 +212,8 @@ def _widened(
     for when, a, b in [("before", coarse[0], exact[0])] + [
         ("after", coarse[2][p.name].scores, exact[2][p.name].scores) for p in plans
     ]:
-        compare.compare_scores(deltas, "log_probs", [s.log_probs for s in a], [s.log_probs for s in b], when)
-        compare.compare_scores(deltas, "entropy", [s.entropy for s in a], [s.entropy for s in b], when)
+        for name in b[0].numbers:
+            compare.compare_scores(deltas, name, [s.numbers[name] for s in a], [s.numbers[name] for s in b], when)
         chosen = [s.experts for s in a if s.experts is not None]
         wanted = [(s.experts, s.margin) for s in b if s.experts is not None and s.margin is not None]
         if wanted:

@@ -152,7 +152,10 @@ def _score(
     when: str,
 ) -> None:
     batch = packed(samples, SFT).with_meta(temperature=temperature)
-    want = ["log_probs", "entropy"]
+    numbers = list(wanted[0].numbers)
+    want = list(numbers)
+    if expected.num_experts > 0 and wanted[0].experts is None:
+        measured.skipped["experts"] = "compared where the model has the head of a language model"
     routed = expected.num_experts > 0 and wanted[0].experts is not None
     if routed and "experts" in engine.info.notes:
         want.append("experts")
@@ -160,8 +163,8 @@ def _score(
         measured.skipped["experts"] = f"not exposed: the engine of {engine.name} does not report its expert choices"
     found = engine.infer_batch(batch, plan.plan, tuple(want))
     rows = {name: scores_of(samples, values) for name, values in found.items()}
-    compare.compare_scores(measured.deltas, "log_probs", rows["log_probs"], [s.log_probs for s in wanted], when)
-    compare.compare_scores(measured.deltas, "entropy", rows["entropy"], [s.entropy for s in wanted], when)
+    for name in numbers:
+        compare.compare_scores(measured.deltas, name, rows[name], [s.numbers[name] for s in wanted], when)
     if "experts" in rows:
         choices = [(s.experts, s.margin) for s in wanted if s.experts is not None and s.margin is not None]
         compare.compare_experts(measured.deltas, rows["experts"], choices, expected.num_experts, expected.sure, when)

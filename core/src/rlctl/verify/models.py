@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.errors import ConfigError
+from rlctl.records import ModelType
 
+_CLASSIFIERS = ("ForTokenClassification", "ForSequenceClassification")
 _DROPOUT = re.compile(r"dropout|_pdrop")
 
 
@@ -35,6 +37,32 @@ def require_model(directory: Path) -> None:
         )
 
 
+def head_of(directory: Path) -> ModelType:
+    """Which head the weights of a directory have, by the architecture that its config names.
+
+    Raises:
+        ConfigError: the config cannot be read, or a classifier has more labels than one.
+    """
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError("the config of the model to verify with cannot be read", found=f"{path}: {error}") from error
+    names = [str(n) for n in config.get("architectures") or ()]
+    if not any(name.endswith(_CLASSIFIERS) for name in names):
+        return ModelType.LANGUAGE_MODEL
+    # transformers writes the labels unless there are two of them.
+    labels = len(config.get("id2label") or ("", ""))
+    if labels != 1:
+        raise ConfigError(
+            "the model to verify with is no value model",
+            found=f"{', '.join(names)} with {labels} labels in {directory}",
+            wanted="one label: a value model says one number a token",
+            next="--model tiny:qwen3",
+        )
+    return ModelType.VALUE_MODEL
+
+
 def without_dropout(directory: Path, into: Path) -> tuple[Path, str]:
     """(the directory, or a copy of it whose config drops nothing; the keys that were changed).
 
@@ -43,6 +71,10 @@ def without_dropout(directory: Path, into: Path) -> tuple[Path, str]:
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     changed: list[str] = []
     _silence(config, "", changed)
+    if head_of(directory) is ModelType.VALUE_MODEL and "classifier_dropout" not in config:
+        # Left to itself transformers drops a tenth in front of this head.
+        config["classifier_dropout"] = 0.0
+        changed.append("classifier_dropout")
     if not changed:
         return directory, ""
     copy = into / f"{directory.name}-without-dropout"

@@ -15,24 +15,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rlctl.verify.reference_losses import Objective, Sample, token_losses, token_weights
 from rlctl.verify.reference_updates import Rule, adamw_step
 
 Tensors = dict[str, torch.Tensor]
+VALUE_MODEL = "value_model"
+"""The head of a critic: one number a token. Any other is the head of a language model."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Of one row: ``log_probs`` and ``entropy`` ``[T]`` float64, zero where the token is not scored.
+    """Of one row: ``numbers`` ``[T]`` float64 by name, zero where the token is not scored: ``log_probs`` and ``entropy``, or of
+    a value model ``values``, of the state before the token.
 
     ``experts`` ``[T, L, K]`` and ``margin`` ``[T, L]``: of the position that predicts the token, the experts chosen and how
-    far the last chosen one is ahead of the next (-1 and 0 where nothing is scored); None for dense models.
+    far the last chosen one is ahead of the next (-1 and 0 where nothing is scored); None for dense models and value models.
     """
 
-    log_probs: torch.Tensor
-    entropy: torch.Tensor
+    numbers: Mapping[str, torch.Tensor]
     experts: torch.Tensor | None = None
     margin: torch.Tensor | None = None
 
@@ -72,6 +74,8 @@ class Reference:
         device: torch device.
         compute: dtype of the computation; weights and their updates stay float32.
         report: told of each piece of work done.
+        head: :data:`VALUE_MODEL`, or that of a language model. A value model is transformers' token classifier with one
+            label; where the file has no bias for its head, it has none.
     """
 
     def __init__(
@@ -80,11 +84,11 @@ class Reference:
         device: str,
         compute: torch.dtype = torch.float32,
         report: Callable[[], None] = lambda: None,
+        head: str = "language_model",
     ) -> None:
         self._report = report
-        # Any: transformers' own annotations wrap the methods that nn.Module has.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
-        self.model: Any = loaded.to(device)
+        self._head = head
+        self.model: Any = _load(directory, head).to(device)
         self.model.eval()
         if hasattr(self.model, "set_experts_implementation"):
             self.model.set_experts_implementation("eager")
@@ -109,7 +113,7 @@ class Reference:
     @property
     def vocab_size(self) -> int:
         """V."""
-        return int(self.model.get_output_embeddings().weight.shape[0])
+        return int(self.model.get_input_embeddings().weight.shape[0])
 
     @property
     def num_experts(self) -> int:
@@ -119,15 +123,18 @@ class Reference:
         return int(next((n for n in found if n), 0))
 
     # ---- forward ----------------------------------------------------------------------------------------------
-    def _forward(self, sample: Sample, temperature: float) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """(log-probs, entropies) ``[P]`` of the scored tokens, and the model's output."""
+    def _forward(self, sample: Sample, temperature: float) -> tuple[Tensors, Any]:
+        """What the model says of the scored tokens, ``[P]`` each (see :class:`Scores`), and its output."""
         ids = torch.tensor([sample.ids], device=self.device)
+        at = torch.tensor([t for t, s in enumerate(sample.scored) if s], dtype=torch.long, device=self.device)
+        if self._head == VALUE_MODEL:
+            out = self.model(input_ids=ids, use_cache=False)
+            return {"values": out.logits[0, :, 0].double()[at - 1]}, out
         extra = {"output_router_logits": True} if self.num_experts_per_token else {}
         out = self.model(input_ids=ids, use_cache=False, **extra)
-        at = torch.tensor([t for t, s in enumerate(sample.scored) if s], dtype=torch.long, device=self.device)
         log_p = torch.log_softmax(out.logits[0].double()[at - 1] / temperature, dim=-1)
         entropy = -(log_p.exp() * log_p).sum(-1)
-        return log_p.gather(-1, ids[0][at][:, None])[:, 0], entropy, out
+        return {"log_probs": log_p.gather(-1, ids[0][at][:, None])[:, 0], "entropy": entropy}, out
 
     @torch.no_grad()
     def scores(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Scores]:
@@ -135,11 +142,12 @@ class Reference:
         result = []
         for sample in samples:
             at = [t for t, s in enumerate(sample.scored) if s]
-            log_p, entropy, out = self._forward(sample, temperature)
-            whole = [torch.zeros(len(sample.ids), dtype=torch.float64) for _ in range(2)]
-            whole[0][at], whole[1][at] = log_p.cpu(), entropy.cpu()
+            found, out = self._forward(sample, temperature)
+            whole = {name: torch.zeros(len(sample.ids), dtype=torch.float64) for name in found}
+            for name, values in found.items():
+                whole[name][at] = values.cpu()
             experts, margin = self._routing(len(sample.ids), at, out)
-            result.append(Scores(whole[0], whole[1], experts, margin))
+            result.append(Scores(whole, experts, margin))
             self._report()
         return result
 
@@ -167,8 +175,8 @@ class Reference:
         for row, sample in enumerate(samples):
             if not any(sample.scored):
                 continue
-            log_p, entropy, _ = self._forward(sample, objective.temperature)
-            terms = token_losses(sample, log_p, entropy, objective)
+            found, _ = self._forward(sample, objective.temperature)
+            terms = token_losses(sample, found, objective)
             for name in aggregations:
                 weighted = weights[name][row] * terms
                 parts[name].append((float(weighted.sum()), float(weighted.abs().sum())))
@@ -182,8 +190,8 @@ class Reference:
         for sample, weight in zip(samples, token_weights(samples, objective), strict=True):
             if not any(sample.scored):
                 continue
-            log_p, entropy, _ = self._forward(sample, objective.temperature)
-            terms = weight * token_losses(sample, log_p, entropy, objective)
+            found, _ = self._forward(sample, objective.temperature)
+            terms = weight * token_losses(sample, found, objective)
             terms.sum().backward()
             self._collect()
             total.append(float(terms.detach().sum()))
@@ -294,6 +302,23 @@ class Reference:
         """Write tensors named as the model's parameters in the form of its own checkpoints."""
         state = {n: t.detach().float().cpu().contiguous() for n, t in tensors.items()}
         self.model.save_pretrained(directory, state_dict=state)
+
+
+def _load(directory: Path, head: str) -> Any:
+    # Any: transformers' own annotations wrap the methods that nn.Module has.
+    options: Any = {"dtype": torch.float32, "attn_implementation": "eager"}
+    if head != VALUE_MODEL:
+        return AutoModelForCausalLM.from_pretrained(directory, **options)
+    found: Any = AutoModelForTokenClassification.from_pretrained(directory, output_loading_info=True, **options)
+    model, info = found
+    missing = set(info["missing_keys"])
+    if missing == {"score.bias"}:
+        model.score.bias = None
+    elif missing:
+        raise ValueError(f"{directory} lacks {', '.join(sorted(missing))}")
+    if model.config.num_labels != 1:
+        raise ValueError(f"{directory} has {model.config.num_labels} labels, and a value model has one")
+    return model
 
 
 def _norm(tensors: Mapping[str, torch.Tensor]) -> float:

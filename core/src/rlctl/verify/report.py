@@ -13,10 +13,11 @@ from rlctl.codec import evidence_from_json
 from rlctl.device import Device, is_available
 from rlctl.evidence import save_evidence
 from rlctl.plugins import BackendRecord
-from rlctl.records import EvidenceLevel, EvidenceRecord
+from rlctl.records import EvidenceLevel, EvidenceRecord, ModelType
 from rlctl.requirements import installed_version, required_dist
 from rlctl.userdirs import user_data_dir
 from rlctl.verify.compare import QUANTITIES, Delta
+from rlctl.verify.selection import LeftOut
 
 
 @dataclass(frozen=True)
@@ -79,19 +80,6 @@ class Case:
             "seconds": round(self.seconds, 2),
             "evidence": self.evidence,
         }
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """A combination that was not run, and why."""
-
-    topology: str
-    model: str
-    reason: str
-
-    def to_json(self) -> dict[str, str]:
-        """As ``rlctl verify --json`` shows it."""
-        return {"topology": self.topology, "model": self.model, "reason": self.reason}
 
 
 @dataclass(frozen=True)
@@ -192,17 +180,22 @@ def axes_text(case: Case) -> str:
     return ",".join(f"{k}={v}" for k, v in case.topology.items()) or "one process"
 
 
+def model_text(case: Case | LeftOut) -> str:
+    """``tiny:qwen3``, and ``tiny:qwen3 value_model`` of one with another head than a language model's."""
+    return case.model if case.model_type == ModelType.LANGUAGE_MODEL else f"{case.model} {case.model_type}"
+
+
 def failure_text(case: Case) -> str:
     """The quantities that failed, and why it ended early if it did."""
     return ", ".join([*case.failures, *([str(case.error["what"])] if case.error is not None else [])])
 
 
 def summary_line(cases: Sequence[Case]) -> str:
-    """``11 of 12 passed; dp_shard=2,usp=2 (tiny:qwen3) failed: gradients, grad_norm``."""
+    """``11 of 12 passed; dp_shard=2,usp=2 (tiny:qwen3) failed: gradients, grad_norm``; see :func:`model_text`."""
     failed = [c for c in cases if not c.passed]
     if not cases:
         return "nothing was run"
     text = f"{len(cases) - len(failed)} of {len(cases)} passed"
     for case in failed[:3]:
-        text += f"; {axes_text(case)} ({case.model}) failed: {failure_text(case)}"
+        text += f"; {axes_text(case)} ({model_text(case)}) failed: {failure_text(case)}"
     return text + (f"; and {len(failed) - 3} more" if len(failed) > 3 else "")

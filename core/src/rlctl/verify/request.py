@@ -19,13 +19,9 @@ from rlctl.records import BackendKind, ModelType
 from rlctl.registry import resolve_backend
 from rlctl.topology import Topology
 from rlctl.verify.models import require_model
+from rlctl.verify.selection import DEFAULT_MODELS, TINY, Choice, LeftOut, choose_all, choose_one
 from rlctl.verify.tiny import FAMILIES
-from rlctl.verify.topologies import all_topologies, parse_topology
-
-TINY = "tiny:"
-DEFAULT_MODELS = ("tiny:qwen3",)
-DEFAULT_OF_ALL = ("tiny:qwen3", "tiny:qwen3_moe")
-"""A dense model and a mixture of experts, for every topology."""
+from rlctl.verify.topologies import parse_topology
 
 
 @dataclass(frozen=True)
@@ -33,25 +29,35 @@ class Request:
     """What to verify.
 
     Args:
-        topologies: in the order in which they run; sorted by world size they share worker groups.
-        models: ``tiny:FAMILY`` or directories.
+        choices: in the order in which they run; sorted by world size they share worker groups.
         settings: the backend's ``engine`` section, complete.
         dtype: of the computation; ``master``: of the weights.
         record: keep evidence.
         timeout_s: limit of a rank without progress.
         every: all topologies were asked for, so that one which a model does not fit is left out; else it is an error.
+        left_out: what is not run by the rules of ``every``.
     """
 
     backend: BackendRecord
     device: Device
-    topologies: tuple[Topology, ...]
-    models: tuple[str, ...]
+    choices: tuple[Choice, ...]
     settings: Mapping[str, Any]
     dtype: str = "float32"
     master: str = "float32"
     record: bool = True
     timeout_s: float = 300.0
     every: bool = False
+    left_out: tuple[LeftOut, ...] = ()
+
+    @property
+    def topologies(self) -> tuple[Topology, ...]:
+        """Each once."""
+        return tuple(dict.fromkeys(c.topology for c in self.choices))
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Each once: ``tiny:FAMILY`` or a directory."""
+        return tuple(dict.fromkeys(c.model for c in self.choices))
 
 
 def make_request(
@@ -72,7 +78,8 @@ def make_request(
     """Check everything that can be checked before anything is launched.
 
     Args:
-        topology: ``axis=size`` pairs; ``every``: all that the backend declares, up to ``nproc`` ranks.
+        topology: ``axis=size`` pairs; ``every``: every axis that the backend declares, up to ``nproc`` ranks (see
+            :mod:`rlctl.verify.selection`).
         models: ``tiny:FAMILY``, ``tiny:all`` or directories; none for the default.
         engine: ``key=value`` settings of the backend's engine.
 
@@ -80,7 +87,7 @@ def make_request(
         UsageError: the request contradicts itself or cannot be read.
         BackendUnavailableError: no such training backend here.
         ConfigError: a setting that the backend does not take, or a model that is not there.
-        CapabilityError: no topology is left to run.
+        CapabilityError: nothing is left to run.
     """
     if every and topology is not None:
         raise UsageError(
@@ -92,29 +99,29 @@ def make_request(
     found = resolve_backend(
         plugins, backend, BackendKind.TRAIN, ModelType.LANGUAGE_MODEL, device.type, device.vendor, notice
     )
+    chosen, left_out = _models(models), []
     if every:
-        topologies = all_topologies(
-            found.spec, ModelType.LANGUAGE_MODEL, device.type, device.vendor, nproc or _default_ranks(device)
-        )
+        choices, left_out = choose_all(found.spec, device, chosen, nproc or _default_ranks(device))
+        if not choices:
+            raise CapabilityError(
+                f"backend {found.spec.name!r} can run none of these models",
+                details=[f"{e.model}: {e.reason}" for e in left_out],
+                next=f"rlctl capabilities --backend {found.spec.name}",
+            )
     else:
-        topologies = [parse_topology(topology, nproc)]
-    if not topologies:
-        raise CapabilityError(
-            f"backend {found.spec.name!r} declares no axis on {device}",
-            next=f"rlctl capabilities --backend {found.spec.name}",
-        )
+        choices = choose_one(found.spec, parse_topology(topology, nproc), chosen or DEFAULT_MODELS)
     settings, master = complete_settings(config_model(found.spec), _pairs(engine), dtype, found.spec.name)
     return Request(
         backend=found,
         device=device,
-        topologies=tuple(topologies),
-        models=_models(models or (DEFAULT_OF_ALL if every else DEFAULT_MODELS)),
+        choices=tuple(choices),
         settings=settings,
         dtype=dtype,
         master=master,
         record=record,
         timeout_s=timeout_s,
         every=every,
+        left_out=tuple(left_out),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 import time
 import traceback
@@ -18,13 +17,14 @@ from rlctl.plugins import BackendRecord, PluginSet
 from rlctl.records import ModelType
 from rlctl.topology import Topology
 from rlctl.verify import tiny
-from rlctl.verify.cases import MIN_RANKS, RUNS, WITHOUT_RUNS, RunPlan, without_sgd
+from rlctl.verify.cases import MIN_RANKS, RUNS, RunPlan, without_sgd
 from rlctl.verify.expect import Expected, expect
 from rlctl.verify.measure import Measured, SgdRefusedError, Target, measure
 from rlctl.verify.models import without_dropout
 from rlctl.verify.ranks import Ranks
-from rlctl.verify.report import Case, LeftOut, Report, record_case
-from rlctl.verify.request import TINY, Request
+from rlctl.verify.report import Case, Report, record_case
+from rlctl.verify.request import Request
+from rlctl.verify.selection import TINY, Choice, LeftOut
 from rlctl.verify.topologies import words
 
 
@@ -113,18 +113,20 @@ class Verifier:
     # ---- what to run ------------------------------------------------------------------------------------------
     def _jobs(self, request: Request) -> tuple[list[_Job], list[LeftOut]]:
         jobs: list[_Job] = []
-        left_out: list[LeftOut] = []
-        refused: CapabilityError | None = None
-        heads = [m for m in request.backend.spec.model_types if m in RUNS]
-        for topology, model_type, model in itertools.product(request.topologies, heads, request.models):
+        left_out = list(request.left_out)
+        refused: list[tuple[Choice, CapabilityError]] = []
+        for choice in request.choices:
             try:
-                jobs.append(_job(request, topology, model_type, model))
+                jobs.append(_job(request, choice))
             except CapabilityError as error:
-                refused = refused or error
+                refused.append((choice, error))
                 reason = error.details[0] if error.details else error.what
-                left_out.append(LeftOut(words(topology), model, reason))
-        if refused is not None and (not jobs or not request.every):
-            raise refused
+                left_out.append(LeftOut(words(choice.topology), choice.model, reason, str(choice.model_type)))
+        # A model that was asked for by name runs with one head at least.
+        ran = {(j.topology, j.model) for j in jobs}
+        for choice, error in refused:
+            if not jobs or (not request.every and (choice.topology, choice.model) not in ran):
+                raise error
         return jobs, left_out
 
     # ---- running ----------------------------------------------------------------------------------------------
@@ -133,7 +135,7 @@ class Verifier:
         source = job.sizes.slug if job.sizes is not None else str(job.directory)
         key = (job.model_type, source, request.device, request.dtype, num_ranks, *(p.name for p in plans))
         if key not in self._expected:
-            self._watcher.begin(f"reference of {job.model}")
+            self._watcher.begin(f"reference of {_head_words(job)}")
             scratch = Path(self._scratch.name)
             if job.sizes is not None:
                 directory = tiny.write_tiny(job.sizes, scratch / "models")
@@ -147,6 +149,7 @@ class Verifier:
                 device=request.device.type,
                 dtype=request.dtype,
                 num_ranks=num_ranks,
+                model_type=job.model_type,
                 scratch=scratch / "reference" / str(len(self._expected)),
                 report=self._watcher.beat,
             )
@@ -155,7 +158,7 @@ class Verifier:
     def _case(self, request: Request, job: _Job, ranks: Ranks) -> Case:
         expected = self._expect(request, job, self._plans(request, job))
         axes = job.topology.axes()
-        self._watcher.begin(f"{words(job.topology)}, {job.model}")
+        self._watcher.begin(f"{words(job.topology)}, {_head_words(job)}")
         began = time.monotonic()
         target = Target(request.backend.spec.name, str(job.model_type), axes, request.settings, request.master)
         measured, error = self._measure(request, job, target, expected, ranks)
@@ -167,7 +170,7 @@ class Verifier:
             measured.skipped["sgd"] = (
                 "the engine refuses it; AdamW steps with an eps of 1 stand in, whose update is smooth"
             )
-        measured.skipped |= _heads_without_runs(request.backend)
+        measured.skipped |= _missing_heads(request.backend)
         for quantity, why in expected.too_coarse.items():
             if measured.deltas.found.pop(quantity, None) is not None:
                 measured.skipped[quantity] = why
@@ -234,24 +237,35 @@ def _mendable(error: Exception) -> RlctlError:
     return EngineError(f"the engine failed: {type(error).__name__}: {error}", details=lines)
 
 
-def _job(request: Request, topology: Topology, model_type: ModelType, model: str) -> _Job:
+def _head_words(job: _Job) -> str:
+    return job.model if job.model_type is ModelType.LANGUAGE_MODEL else f"{job.model} {job.model_type}"
+
+
+def _job(request: Request, choice: Choice) -> _Job:
     spec, device = request.backend.spec, request.device
+    topology, model_type, model = choice.topology, choice.model_type, choice.model
     if model.startswith(TINY):
         family = model.removeprefix(TINY)
         sizes = tiny.fit_tiny(family, spec, topology, device.type, device.vendor, model_type)
         return _Job(topology, model_type, model, sizes, None)
     directory = Path(model)
+    if model_type not in spec.model_types:
+        raise CapabilityError(
+            f"backend {spec.name!r} has no {model_type}, and {directory} holds one",
+            found=f"heads of {spec.name}: {', '.join(spec.model_types)}",
+            wanted=f"a backend with {model_type}",
+            next="rlctl capabilities",
+        )
     facts = facts_of(None, str(directory))
     require_topology(request.backend, topology, device.type, device.vendor, model_type, facts)
     return _Job(topology, model_type, model, None, directory)
 
 
-def _heads_without_runs(backend: BackendRecord) -> dict[str, str]:
-    """What is not compared because of the heads that a backend has or has not."""
+def _missing_heads(backend: BackendRecord) -> dict[str, str]:
+    """What is not compared because the backend has no such head."""
     spec = backend.spec
-    reasons = {f"losses of a {head}": why for head, why in WITHOUT_RUNS.items() if head in spec.model_types}
-    missing = [head for head in WITHOUT_RUNS if head not in spec.model_types]
-    return reasons | {f"losses of a {head}": f"the backend {spec.name} declares no {head}" for head in missing}
+    missing = [head for head in ModelType if head not in spec.model_types]
+    return {f"losses of a {head}": f"the backend {spec.name} declares no {head}" for head in missing}
 
 
 def _set_threads(request: Request) -> None:

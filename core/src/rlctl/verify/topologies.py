@@ -1,10 +1,10 @@
-"""Which topologies there are to verify: all factorisations of a world size over the axes that a backend declares."""
+"""Which topologies there are to verify: of the axes that a backend declares, each alone and every two together."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
-from math import prod
+from collections.abc import Mapping
+from math import lcm, prod
 
 from rlctl.capabilities import find_capability
 from rlctl.config.suggest import nearest
@@ -13,8 +13,9 @@ from rlctl.records import Axis, BackendSpec, ModelType, Support
 from rlctl.topology import Topology, resolve
 
 _PRODUCT = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.USP, Axis.TP)
-_REUSING = (Axis.EP, Axis.ETP, Axis.VPP, Axis.SP)
-"""Axes on ranks that the product axes have taken already. dcp is an axis of decoding."""
+_CARRIERS = (Axis.DP_SHARD, Axis.DP_REPLICATE, Axis.TP, Axis.CP, Axis.USP)
+"""Whose ranks experts are spread over, where an axis of experts is looked at alone: the first that a backend has."""
+EXPERT_AXES = (Axis.EP, Axis.ETP)
 
 
 def declared_axes(spec: BackendSpec, model_type: ModelType, device: str, vendor: str | None) -> set[Axis]:
@@ -26,47 +27,55 @@ def declared_axes(spec: BackendSpec, model_type: ModelType, device: str, vendor:
 def all_topologies(
     spec: BackendSpec, model_type: ModelType, device: str, vendor: str | None, most_ranks: int
 ) -> list[Topology]:
-    """Every combination of sizes of the declared axes with at most ``most_ranks`` ranks, one process first.
+    """One process, every declared axis alone at each size, and every two axes together, with at most ``most_ranks`` ranks.
 
-    What a model's sizes must be like is not asked here (see :func:`rlctl.verify.tiny.fit_tiny`).
+    Two axes have the size 2 each. sp comes with tp, and vpp with pp, both of size 2. ep and etp take ranks of other axes: of
+    the one that they are paired with where that has enough of them outside of pp, else of data parallel ranks; with tp they
+    come with sp where that is declared, because a mixture of experts needs it. dcp is an axis of decoding. What is the same
+    topology comes once. What a model's sizes must be like is not asked here (see :func:`rlctl.verify.tiny.fit_tiny`).
     """
     axes = declared_axes(spec, model_type, device, vendor)
-    product = [a for a in _PRODUCT if a in axes]
+    used = [a for a in Axis if a in axes and a is not Axis.DCP]
+    wanted: list[dict[Axis, int]] = [{}]
+    for axis in used:
+        wanted += [{axis: n} for n in range(2, (2 if axis in (Axis.SP, Axis.VPP) else most_ranks) + 1)]
+    wanted += [{a: 2, b: 2} for a, b in itertools.combinations(used, 2)]
     found: list[Topology] = []
-    for world_size in range(1, most_ranks + 1):
-        for sizes in _factorisations(world_size, len(product)):
-            base = dict(zip(product, sizes, strict=True))
-            if prod(sizes) != world_size:
-                continue
-            for extra in _reused(world_size, base, axes):
-                found.append(resolve(world_size, {a.value: n for a, n in {**base, **extra}.items()}))
+    for sizes in wanted:
+        whole = _with_what_it_needs(sizes, axes)
+        if whole is not None and (world_size := _ranks(whole)) <= most_ranks:
+            found.append(resolve(world_size, {a.value: n for a, n in {Axis.DP_SHARD: 1, **whole}.items()}))
     return sorted(dict.fromkeys(found), key=lambda t: (t.world_size, len(t.axes())))
 
 
-def _factorisations(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Ordered factorisations of ``total`` into ``parts`` factors, ones included."""
-    if parts == 0:
-        yield ()
-        return
-    for first in (n for n in range(1, total + 1) if total % n == 0):
-        for rest in _factorisations(total // first, parts - 1):
-            yield (first, *rest)
+def _ranks(sizes: Mapping[Axis, int]) -> int:
+    return prod(n for a, n in sizes.items() if a in _PRODUCT)
 
 
-def _reused(world_size: int, base: Mapping[Axis, int], axes: set[Axis]) -> Iterator[dict[Axis, int]]:
-    stage = world_size // base.get(Axis.PP, 1)
-    divisors = [n for n in range(1, stage + 1) if stage % n == 0]
-    choices: dict[Axis, list[int]] = {
-        Axis.EP: divisors,
-        Axis.ETP: divisors,
-        Axis.VPP: [1, 2] if base.get(Axis.PP, 1) > 1 else [1],
-        Axis.SP: [0, 1] if base.get(Axis.TP, 1) > 1 else [0],
-    }
-    used = [a for a in _REUSING if a in axes]
-    for sizes in itertools.product(*(choices[a] for a in used)):
-        extra = dict(zip(used, sizes, strict=True))
-        if extra.get(Axis.EP, 1) * extra.get(Axis.ETP, 1) <= stage:
-            yield extra
+def _with_what_it_needs(sizes: Mapping[Axis, int], axes: set[Axis]) -> dict[Axis, int] | None:
+    """``sizes`` and the axes without which they would be nothing; None where the backend lacks one of these."""
+    whole = dict(sizes)
+    for axis, base in ((Axis.SP, Axis.TP), (Axis.VPP, Axis.PP)):
+        if axis in whole and base not in axes:
+            return None
+        if axis in whole:
+            whole[base] = 2
+    if Axis.SP in whole:
+        whole[Axis.SP] = 1
+    spread = prod(whole.get(a, 1) for a in EXPERT_AXES)
+    if spread > 1:
+        carrier = next((a for a in _CARRIERS if a in axes), None)
+        stage = _ranks({a: n for a, n in whole.items() if a is not Axis.PP})
+        if carrier is None:
+            return None
+        if carrier in sizes:
+            # As a pair with the axis that carries it anyway: replicas of the experts.
+            whole[carrier] *= spread
+        elif stage % spread:
+            whole[carrier] = whole.get(carrier, 1) * (lcm(stage, spread) // stage)
+        if whole.get(Axis.TP, 1) > 1 and Axis.SP in axes:
+            whole[Axis.SP] = 1
+    return whole
 
 
 def parse_topology(text: str | None, nproc: int | None) -> Topology:
