@@ -30,7 +30,7 @@ def _all(batch: PackedBatch, cp: int, tp: int, sp: bool) -> list[Laid]:
     return [lay_out(batch, CPU, place, sp) for place in _places(cp, tp)]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(lengths=LENGTHS, cp=st.sampled_from([1, 2, 3, 4]), tp=st.sampled_from([1, 2, 3, 4]), sp=st.booleans())
 def test_every_token_lies_on_one_rank_at_its_place(lengths, cp, tp, sp) -> None:
     batch = draw_batch(lengths, 50)
