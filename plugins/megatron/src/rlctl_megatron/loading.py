@@ -1,0 +1,131 @@
+"""Fill this rank's module chunks from a source of checkpoint tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rlctl.errors import EngineError, RlctlError
+from rlctl_megatron import mapping
+from rlctl_megatron.families import Entry, Family, Site, Split
+from rlctl_megatron.mapping import Shard
+from rlctl_megatron.source import Request, Source
+
+if TYPE_CHECKING:
+    from rlctl_megatron.mesh import Place
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One module of a rank: consecutive layers of the model.
+
+    Args:
+        module: its parameters carry megatron's names, layers counted from 0.
+        layers: the same layers counted over the whole model, from 0.
+        first: it has the embedding.
+        last: it has the final norm and the head.
+    """
+
+    module: nn.Module
+    layers: tuple[int, ...]
+    first: bool
+    last: bool
+
+
+def shard_of(entry: Entry, place: Place) -> Shard:
+    """This rank's share of an entry's parameters."""
+    if entry.split is Split.ETP:
+        return Shard(place.etp_rank, place.topology.etp)
+    return Shard(place.tp_rank, place.topology.tp)
+
+
+def chunk_sites(chunk: Chunk, family: Family, place: Place) -> Iterator[tuple[str, Site]]:
+    """Iterate over (parameter name, what it is in the whole model) for every parameter that the chunk must have."""
+    if chunk.first:
+        yield from ((e.megatron, Site(e)) for e in family.first)
+    experts = mapping.local_experts(family, place.ep_rank, place.topology.ep)
+    for index, layer in enumerate(chunk.layers):
+        for site in family.layer_sites(layer):
+            if site.expert is None or site.expert in experts:
+                expert = None if site.expert is None else site.expert - experts.start
+                yield site.entry.megatron.format(layer=index, expert=expert), site
+    if chunk.last:
+        # A chunk with both ends of a tied model has no copy of the embedding.
+        yield from ((e.megatron, Site(e)) for e in family.last if e.exported or not chunk.first)
+
+
+def parameters(chunks: Sequence[Chunk], family: Family, place: Place) -> dict[Site, nn.Parameter]:
+    """This rank's parameters by what they are in the whole model; asserts that names and shapes are those of the table."""
+    found: dict[Site, nn.Parameter] = {}
+    for number, chunk in enumerate(chunks):
+        expected = mapping.layers_of(place.topology, family.num_layers, place.pp_rank, number)
+        assert chunk.layers == expected, f"chunk {number} has layers {chunk.layers}, not {expected}"
+        have = dict(chunk.module.named_parameters())
+        sites = dict(chunk_sites(chunk, family, place))
+        assert have.keys() == sites.keys(), f"only in module or table: {sorted(have.keys() ^ sites.keys())[:6]}"
+        for name, site in sites.items():
+            wanted = mapping.parameter_shape(site.entry, family, shard_of(site.entry, place))
+            assert tuple(have[name].shape) == wanted, (name, tuple(have[name].shape), wanted)
+            assert site not in found, f"{name} twice"
+            found[site] = have[name]
+    return found
+
+
+@torch.no_grad()
+def load_weights(chunks: Sequence[Chunk], family: Family, place: Place, source: Source) -> None:
+    """Fill every parameter of ``chunks`` once, in the parameter's dtype. Every rank must call it.
+
+    Raises:
+        EngineError: on every rank, when one of them does not get what it needs; each with what it saw itself.
+    """
+    problem: RlctlError | None = None
+    try:
+        _fill(chunks, family, place, source)
+    except RlctlError as error:
+        problem = error
+    if place.topology.world_size > 1:
+        failed = torch.tensor([float(problem is not None)], device=place.device)
+        dist.all_reduce(failed)
+        if problem is None and failed.item():
+            raise EngineError(
+                "another rank could not load its weights",
+                found=f"{int(failed.item())} of {place.topology.world_size} ranks",
+                next="see that rank's own message",
+            )
+    if problem is not None:
+        raise problem
+
+
+def _fill(chunks: Sequence[Chunk], family: Family, place: Place, source: Source) -> None:
+    targets = list(parameters(chunks, family, place).items())
+    requests: list[Request] = []
+    owners: list[tuple[int, int]] = []
+    for number, (site, _) in enumerate(targets):
+        shapes, cuts = family.shapes(site.entry), mapping.slices(site.entry, family, shard_of(site.entry, place))
+        for part, (name, shape, cut) in enumerate(zip(site.names(), shapes, cuts, strict=True)):
+            requests.append(Request(name, shape, cut))
+            owners.append((number, part))
+    waiting: dict[int, dict[int, torch.Tensor]] = {}
+    filled: set[int] = set()
+    for index, tensor in source.stream(family, requests):
+        number, part = owners[index]
+        site, parameter = targets[number]
+        assert number not in filled, f"{requests[index].name} came after its parameter was filled"
+        parts = waiting.setdefault(number, {})
+        assert part not in parts, f"{requests[index].name} came twice"
+        assert tensor.shape[requests[index].cut.axis] == requests[index].cut.stop - requests[index].cut.start
+        parts[part] = tensor
+        if len(parts) == len(site.entry.stored):
+            del waiting[number]
+            whole = mapping.combine(
+                site.entry, [parts[i] for i in range(len(parts))], family, shard_of(site.entry, place)
+            )
+            assert whole.shape == parameter.shape, (site, whole.shape, parameter.shape)
+            parameter.copy_(whole)
+            filled.add(number)
+    assert len(filled) == len(targets), f"{len(targets) - len(filled)} parameters were not filled"
