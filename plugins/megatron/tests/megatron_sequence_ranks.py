@@ -216,12 +216,12 @@ def compare_attention(
     sp: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Figures:
-    """Packed attention of this rank's tokens against all tokens in one process."""
+    """Packed attention of this rank's tokens against all tokens in one process, in double."""
     batch = draw_batch(lengths, 11)
     n, heads, size = batch.num_items, 4, 8
-    full = [draw(n, count, size, seed=5 + i, dtype=dtype) for i, count in enumerate((heads, kv_heads, kv_heads))]
+    full = [draw(n, count, size, seed=5 + i, dtype=dtype) / 2 for i, count in enumerate((heads, kv_heads, kv_heads))]
     weights = draw(n, heads, size, seed=9, dtype=dtype)
-    one = _leaves(*full)
+    one = _leaves(*(t.double() for t in full))
     want = plain_attention(one[0], one[1], one[2], lengths, window)
     (want * weights).sum().backward()
 
