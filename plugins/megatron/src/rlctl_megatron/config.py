@@ -23,7 +23,7 @@ class MegatronConfig(Strict):
     )
     distributed_optimizer: Literal["auto", "always", "never"] = Field(
         default="auto",
-        description="Shard moments and main weights over data parallel ranks. auto: with two or more of them.",
+        description="Shard moments and main weights over data parallel ranks. auto: AdamW's, with two or more of them.",
     )
     moe_token_dispatcher: Literal["alltoall", "allgather"] = Field(
         default="alltoall", description="How tokens reach the ranks of their experts."

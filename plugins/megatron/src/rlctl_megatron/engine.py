@@ -30,6 +30,7 @@ from rlctl_megatron.mesh import Place
 from rlctl_megatron.offload import Whereabouts
 from rlctl_megatron.optim import Stepper
 from rlctl_megatron.source import DrawnSource, FileSource, Source
+from rlctl_megatron.standins import building
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -73,10 +74,11 @@ class MegatronEngine:
         settings = build.transformer_config(architecture, place, config, dtype)
         family = family_of(hf.to_dict(), head)
         check_split(family, self._topology)
-        chunks = build.build_chunks(architecture, family, place, settings)
+        with building(place.device.type):
+            chunks = build.build_chunks(architecture, family, place, settings)
         source = _source(model, hf, place)
         load_weights(chunks, family, place, source)
-        distributed = self._distributed_optimizer()
+        distributed = self._distributed_optimizer(optimizer or {})
         built = build.wrap(chunks, settings, train=not forward_only, distributed_optimizer=distributed)
         for chunk in chunks:
             chunk.module.requires_grad_(not forward_only)
@@ -93,9 +95,10 @@ class MegatronEngine:
             notes={**self._notes(settings, distributed), **source.notes},
         )
 
-    def _distributed_optimizer(self) -> bool:
+    def _distributed_optimizer(self, optimizer: Mapping[str, Any]) -> bool:
         choice = self._config.distributed_optimizer
-        return choice == "always" or (choice == "auto" and self._topology.dp_size > 1)
+        useful = self._topology.dp_size > 1 and optimizer.get("name", "adamw") == "adamw"
+        return choice == "always" or (choice == "auto" and useful)
 
     def _notes(self, settings: Any, distributed: bool) -> dict[str, str]:
         t = self._topology

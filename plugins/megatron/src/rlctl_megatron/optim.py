@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,7 +15,7 @@ from rlctl.engine import StepOutput
 from rlctl.errors import ConfigError, EngineError
 from rlctl.schedule import lr_factor
 from rlctl_megatron.build import Built
-from rlctl_megatron.standins import cuda_type_names
+from rlctl_megatron.standins import building
 
 
 class Stepper:
@@ -117,6 +116,13 @@ def _optimizer(built: Built, settings: Mapping[str, Any], device: torch.device, 
     name = str(settings.get("name", "adamw"))
     if name not in ("adamw", "sgd"):
         raise ConfigError("unknown optimizer", found=f"optim.name {name}", wanted="adamw or sgd")
+    if distributed and name != "adamw":
+        raise ConfigError(
+            "megatron's distributed optimizer shards the moments of AdamW, and of nothing else",
+            found=f"optim.name {name} and engine.distributed_optimizer always",
+            wanted="engine.distributed_optimizer auto or never",
+            next="set actor.engine.distributed_optimizer=auto",
+        )
     beta1, beta2 = settings.get("betas", (0.9, 0.999))
     config = OptimizerConfig(
         optimizer="adam" if name == "adamw" else "sgd",
@@ -132,6 +138,5 @@ def _optimizer(built: Built, settings: Mapping[str, Any], device: torch.device, 
         params_dtype=built.config.params_dtype,
         use_distributed_optimizer=distributed,
     )
-    names = cuda_type_names() if device.type == "cpu" else contextlib.nullcontext()
-    with names:
+    with building(device.type):
         return get_megatron_optimizer(config, list(built.wrapped), use_gloo_process_groups=False)  # type: ignore[arg-type]

@@ -229,23 +229,29 @@ def _split_sizes_to_numbers() -> None:
 
 
 @contextlib.contextmanager
-def cuda_type_names() -> Iterator[None]:
-    """Within, ``tensor.type()`` says ``torch.cuda...`` for tensors on the CPU.
+def building(device_type: str) -> Iterator[None]:
+    """On a CPU, within: ``tensor.cuda()`` is the tensor, and ``tensor.type()`` says ``torch.cuda...``.
 
-    The distributed optimizer sorts weights by that name while it is built. Applied there alone (:mod:`rlctl_megatron.optim`),
-    on a CPU alone.
+    While models and optimizers are built megatron-core moves a tied embedding to the device by its method, and its distributed
+    optimizer sorts weights by the name of their type. Neither goes through a module's name for torch, so both are answered
+    here, and only as long as something is built.
     """
+    if device_type != "cpu":
+        yield
+        return
     from torch import Tensor
     from torch.overrides import TorchFunctionMode
 
-    class Names(TorchFunctionMode):
+    class Answers(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is Tensor.cuda:
+                return args[0]
             answer = func(*args, **(kwargs or {}))
             if func is Tensor.type and len(args) == 1 and not kwargs:
                 return answer.replace("torch.", "torch.cuda.", 1)
             return answer
 
-    with Names():
+    with Answers():
         yield
 
 
@@ -280,9 +286,9 @@ STAND_INS: tuple[StandIn, ...] = (
         _split_sizes_to_numbers,
     ),
     StandIn(
-        "type-names",
-        "tensor.type() while the distributed optimizer is built",
-        "nothing: the name is only compared",
+        "tensor-calls",
+        "tensor.cuda() and tensor.type() while models and optimizers are built (see building())",
+        "the copy of a tied embedding to the device",
         ">=0.16.1,<0.17",
         lambda: None,
     ),
