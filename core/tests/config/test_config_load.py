@@ -93,7 +93,9 @@ def test_hub_ids_and_other_sources_stay_as_they_are(name: str, run_file: Write, 
     assert resolved.config.model.path == name
 
 
-@pytest.mark.parametrize("name", ["./nothing", "/nothing/here", "a/b/c", "../no-such-model", "weights.gguf", "~nobody-here/x"])
+@pytest.mark.parametrize(
+    "name", ["./nothing", "/nothing/here", "a/b/c", "../no-such-model", "weights.gguf", "~nobody-here/x"]
+)
 def test_what_can_be_no_hub_id_must_exist(name: str, run_file: Write, plugins: PluginSet) -> None:
     with pytest.raises(InvalidConfigError, match=r"model\.path .*no such model directory"):
         load_config(run_file(BASE), [f"model.path={name}"], plugins=plugins)
