@@ -26,6 +26,7 @@ from rlctl_megatron.exporting import export_weights
 from rlctl_megatron.families import Family, family_of
 from rlctl_megatron.loading import load_weights
 from rlctl_megatron.mapping import check_split
+from rlctl_megatron.masters import MainWeights
 from rlctl_megatron.mesh import Place
 from rlctl_megatron.offload import Whereabouts
 from rlctl_megatron.optim import Stepper
@@ -48,6 +49,7 @@ class MegatronEngine:
         self._stepper: Stepper | None = None
         self._head = schedule.Head(0, 0)
         self._train = False
+        self._mains = MainWeights(None)
         self._host = Whereabouts()
         self._left = True
 
@@ -76,14 +78,16 @@ class MegatronEngine:
         check_split(family, self._topology)
         with building(place.device.type):
             chunks = build.build_chunks(architecture, family, place, settings)
-        source = _source(model, hf, place)
-        load_weights(chunks, family, place, source)
         distributed = self._distributed_optimizer(optimizer or {})
         built = build.wrap(chunks, settings, train=not forward_only, distributed_optimizer=distributed)
         for chunk in chunks:
             chunk.module.requires_grad_(not forward_only)
         if not forward_only:
             self._stepper = Stepper(built, optimizer or {}, place.device, distributed=distributed)
+        self._mains = MainWeights(self._stepper)
+        source = _source(model, hf, place)
+        # Once the optimizer is there, so that its main weights get the numbers before they are rounded.
+        load_weights(chunks, family, place, source, self._mains.store)
         self._architecture, self._family, self._built = architecture, family, built
         self._head = schedule.Head(architecture.vocab_size, config.logits_budget_mib << 20)
         self._host = Whereabouts(place.device, config.param_offload, config.optimizer_offload)
@@ -164,9 +168,15 @@ class MegatronEngine:
         built = self._ready()
         assert self._family is not None
         self._host.model_in(built)
-        wanted = None if dtype is None else DTYPES[dtype]
-        yield from export_weights(built.chunks, self._family, self._place, wanted)
-        self._host.rest(built, None)
+        wanted = torch.float32 if dtype is None else DTYPES[dtype]
+        if self._stepper is not None:
+            self._host.optimizer_in(self._stepper)  # main weights are the optimizer's
+        try:
+            # What is rounded anyway need not be gathered from the optimizer first.
+            value_of = self._mains.whole if wanted is torch.float32 else None
+            yield from export_weights(built.chunks, self._family, self._place, wanted, value_of)
+        finally:
+            self._host.rest(built, self._stepper)
 
     @hookimpl
     def rlctl_move(self, device: str, parts: Sequence[str]) -> bool:

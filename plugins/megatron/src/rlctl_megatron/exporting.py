@@ -7,11 +7,12 @@ rank holds a few copies of one parameter's tensors (pieces, joined, taken apart)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from rlctl_megatron import mapping
 from rlctl_megatron.families import Entry, Family, Layout, Site, Split
@@ -23,7 +24,11 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def export_weights(
-    chunks: Sequence[Chunk], family: Family, place: Place, dtype: torch.dtype | None
+    chunks: Sequence[Chunk],
+    family: Family,
+    place: Place,
+    dtype: torch.dtype | None,
+    value_of: Callable[[nn.Parameter], torch.Tensor] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over (checkpoint name, whole tensor on ``place.device``): embedding, layers, final norm, head.
 
@@ -32,6 +37,7 @@ def export_weights(
 
     Args:
         dtype: of the tensors; None keeps the parameters'.
+        value_of: what to export of a parameter, in its shape; may be collective. None: the parameter itself.
     """
     held = parameters(chunks, family, place)
     kinds = {p.dtype for p in held.values()}
@@ -41,7 +47,9 @@ def export_weights(
     for site in family.sites():
         if not site.entry.exported:
             continue
-        whole = _whole(site, held.get(site), family, place, wanted)
+        parameter = held.get(site)
+        value = parameter if parameter is None or value_of is None else value_of(parameter)
+        whole = _whole(site, value, family, place, wanted)
         names = list(site.names())
         while names:
             # Given away one by one, so that nothing here keeps a tensor that the reader has let go.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -77,15 +77,24 @@ def parameters(chunks: Sequence[Chunk], family: Family, place: Place) -> dict[Si
 
 
 @torch.no_grad()
-def load_weights(chunks: Sequence[Chunk], family: Family, place: Place, source: Source) -> None:
+def load_weights(
+    chunks: Sequence[Chunk],
+    family: Family,
+    place: Place,
+    source: Source,
+    store: Callable[[nn.Parameter, torch.Tensor], None] | None = None,
+) -> None:
     """Fill every parameter of ``chunks`` once, in the parameter's dtype. Every rank must call it.
+
+    Args:
+        store: puts the whole local tensor, in the source's dtype, where it belongs; None: into the parameter.
 
     Raises:
         EngineError: on every rank, when one of them does not get what it needs; each with what it saw itself.
     """
     problem: RlctlError | None = None
     try:
-        _fill(chunks, family, place, source)
+        _fill(chunks, family, place, source, store or _copy)
     except RlctlError as error:
         problem = error
     if place.topology.world_size > 1:
@@ -101,7 +110,17 @@ def load_weights(chunks: Sequence[Chunk], family: Family, place: Place, source: 
         raise problem
 
 
-def _fill(chunks: Sequence[Chunk], family: Family, place: Place, source: Source) -> None:
+def _copy(parameter: nn.Parameter, whole: torch.Tensor) -> None:
+    parameter.copy_(whole)
+
+
+def _fill(
+    chunks: Sequence[Chunk],
+    family: Family,
+    place: Place,
+    source: Source,
+    store: Callable[[nn.Parameter, torch.Tensor], None],
+) -> None:
     targets = list(parameters(chunks, family, place).items())
     requests: list[Request] = []
     owners: list[tuple[int, int]] = []
@@ -126,6 +145,6 @@ def _fill(chunks: Sequence[Chunk], family: Family, place: Place, source: Source)
                 site.entry, [parts[i] for i in range(len(parts))], family, shard_of(site.entry, place)
             )
             assert whole.shape == parameter.shape, (site, whole.shape, parameter.shape)
-            parameter.copy_(whole)
+            store(parameter, whole)
             filled.add(number)
     assert len(filled) == len(targets), f"{len(targets) - len(filled)} parameters were not filled"
