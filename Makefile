@@ -5,8 +5,7 @@ PIP_ARGS ?=
 BIN := $(VENV)/bin
 # Tests of one file stay together: they share what is costly to start. One thread each, since ranks share the cores too.
 TEST_WORKERS ?= 2
-SOURCES := core cli plugins/fsdp
-DISTS := core/pyproject.toml cli/pyproject.toml plugins/fsdp/pyproject.toml
+DISTS := core/pyproject.toml cli/pyproject.toml plugins/fsdp/pyproject.toml plugins/megatron/pyproject.toml
 
 .PHONY: evidence quickstart test test-backends lint bench bench-controller bench-quickstart smollm2 docs-check clean help
 
@@ -25,7 +24,7 @@ $(VENV)/.run: $(DISTS) constraints/base.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q $(PIP_ARGS) torch==2.13.0
 	$(BIN)/pip install -q $(PIP_ARGS) -c constraints/base.txt hatchling editables
-	$(BIN)/pip install -q $(PIP_ARGS) -c constraints/base.txt --no-build-isolation -e 'core[data,math,tensorboard]' -e cli -e plugins/fsdp
+	$(BIN)/pip install -q $(PIP_ARGS) -c constraints/base.txt --no-build-isolation -e 'core[data,math,tensorboard]' -e cli -e plugins/fsdp -e plugins/megatron
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
@@ -40,10 +39,12 @@ quickstart: $(VENV)/.run
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
-# The records that ship inside the plugin: written by the tests that compare, never by hand.
+# The records that ship inside the plugins: written by what compares, never by hand.
 evidence: $(VENV)/.dev
 	RLCTL_EVIDENCE_DIR=$(CURDIR)/plugins/fsdp/src/rlctl_fsdp/evidence $(BIN)/python -m pytest \
 	  plugins/fsdp/tests/test_fsdp_ranks.py plugins/fsdp/tests/test_fsdp_axes.py tests/test_trainers_rl.py -k 'equal_one_process or evidence'
+	RLCTL_DATA_DIR=$(CURDIR)/plugins/megatron/src/rlctl_megatron OMP_NUM_THREADS=1 \
+	  $(BIN)/rlctl verify --backend megatron --device cpu --all --nproc 4
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
