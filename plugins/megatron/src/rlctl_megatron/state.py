@@ -92,10 +92,22 @@ def _sharded(built: Built, stepper: Stepper, *, loading: bool, moments: bool) ->
     weights: dict[str, Any] = {key: model.sharded_state_dict() for key, model in _models(built).items()}
     whole = dict(weights)
     if moments:
+        if loading:
+            _make_room(stepper)
         whole["optimizer"] = stepper.optimizer.sharded_state_dict(
             weights if len(weights) > 1 else weights["model"], is_loading=loading, metadata=_METADATA
         )
     return whole
+
+
+def _make_room(stepper: Stepper) -> None:
+    """Give an optimizer that has made no step yet the moments that loading fills. With torch's AdamW megatron-core's distributed
+    optimizer asks each weight for its step count even when it only describes what is to be read."""
+    for part in stepper.parts():
+        if stepper.distributed and isinstance(part.optimizer, torch.optim.AdamW) and not part.optimizer.state:
+            for weight in (w for group in part.optimizer.param_groups for w in group["params"]):
+                moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+                part.optimizer.state[weight] = {"step": torch.zeros(()), **moments}
 
 
 def _has_moments(stepper: Stepper) -> bool:
