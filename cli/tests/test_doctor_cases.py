@@ -236,11 +236,11 @@ def test_exit_codes(site, names, flags, code):
 
 
 def test_a_known_backend_that_is_not_installed(site):
-    done = rlctl(site, "doctor", "megatron", "--json", "--quick")
+    done = rlctl(site, "doctor", "veomni", "--json", "--quick")
     (row,) = json.loads(done.stdout)["backends"]
-    assert (row["status"], row["version"], row["dist"]) == ("fail", None, "rlctl-plugin-megatron")
+    assert (row["status"], row["version"], row["dist"]) == ("fail", None, "rlctl-plugin-veomni")
     assert "not released" in row["cause"][1]
-    assert row["next"] == "pip install rlctl-plugin-megatron"
+    assert row["next"] == "pip install rlctl-plugin-veomni"
     assert done.returncode == 1
 
 
@@ -319,7 +319,7 @@ def test_no_plugins_flag_acts_before_any_import(site, tmp_path):
     site.add("rlctl-marker", "marker", "marker_light", marker_light=f"open({str(mark)!r}, 'w')")
     done = rlctl(site, "--no-plugins", "plugins", "--json")
     rows = json.loads(done.stdout)["plugins"]
-    tiny = [r for r in rows if r["dist"] not in ("rlctl", "rlctl-plugin-fsdp")]
+    tiny = [r for r in rows if r["dist"] not in ("rlctl", "rlctl-plugin-fsdp", "rlctl-plugin-megatron")]
     assert {r["status"] for r in tiny} == {"skip"}
     assert {r["stage"] for r in tiny} == {"discovered"}
     assert not mark.exists()

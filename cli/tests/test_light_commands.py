@@ -85,8 +85,11 @@ def test_capabilities_text_shows_the_matrix_and_the_reasons(site):
     site.add_backend("mine")
     done = rlctl(site, "capabilities")
     assert done.returncode == 0
-    overview = next(x for x in done.stdout.splitlines() if x.startswith("megatron"))
-    assert "not built (plugin not released)" in overview
+    overview = [x for x in done.stdout.splitlines() if x.startswith(("megatron", "veomni"))]
+    for backend, device, built in (("megatron", "cpu", True), ("megatron", "npu", False), ("veomni", "cuda", False)):
+        line = next(x for x in overview if x.startswith(backend) and device in x)
+        assert ("not built (plugin not released)" in line) is not built, line
+        assert ("not installed" in line) is built, line
     assert "mine (rlctl-mine): language_model on cpu" in done.stdout
     detail = rlctl(site, "capabilities", "--backend", "vllm", "--device", "cpu")
     assert "segmentation fault" in detail.stdout

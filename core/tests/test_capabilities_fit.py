@@ -8,9 +8,21 @@ from rlctl import catalogue, constraints
 from rlctl.capabilities import UNDECLARED, check_topology, matrix, require_topology
 from rlctl.constraints import ModelFacts
 from rlctl.errors import CapabilityError
-from rlctl.evidence import EvidenceBook
+from rlctl.evidence import EvidenceBook, Proof
+from rlctl.plan.backends import Needs, rank_backends
 from rlctl.plugins import BackendRecord, PluginEntry, PluginSet, Stage
-from rlctl.records import API_VERSION, Axis, BackendKind, BackendSpec, Capability, CheckStatus, ModelType, Support
+from rlctl.records import (
+    API_VERSION,
+    Axis,
+    BackendKind,
+    BackendSpec,
+    Capability,
+    CheckStatus,
+    EvidenceLevel,
+    EvidenceRecord,
+    ModelType,
+    Support,
+)
 from rlctl.topology import Topology, resolve
 
 DENSE = ModelFacts(num_heads=16, num_kv_heads=8, num_layers=28, num_experts=0)
@@ -107,7 +119,7 @@ def test_a_topology_that_fits_has_no_problem():
 def test_refused_axes_carry_the_records_reason():
     fit = check_topology(field("megatron"), resolve(4, {"usp": 2}), "cuda", "nvidia", facts=DENSE)
     assert [p.axis for p in fit.problems] == ["usp"]
-    assert "take cp, or veomni for usp" in str(fit.problems[0])
+    assert "take cp, or fsdp2 with usp" in str(fit.problems[0])
 
 
 def test_constraints_come_with_the_nearest_choice():
@@ -179,9 +191,31 @@ def test_matrix_puts_installed_first_and_keeps_what_is_only_known():
     states = {(c.backend, c.dist): c.state for c in cells}
     assert states["toy", "rlctl-toy"] == "installed"
     assert states["fsdp2", "rlctl-plugin-fsdp"] == "released"
-    assert states["megatron", "rlctl-plugin-megatron"] == "planned"
+    assert states["megatron", "rlctl-plugin-megatron"] == "released"
+    assert states["megatron", "rlctl-plugin-mindspeed"] == "planned"
     assert states["torchtitan", ""] == "not_built"
     assert {c.evidence.level for c in cells} == {"declared"}
+
+
+def test_records_of_a_backend_prove_nothing_of_a_plugin_to_come_with_the_same_name():
+    record = EvidenceRecord(
+        backend="megatron", model_type="language_model", device="cpu", vendor=None, axes={"tp": 2},
+        level=EvidenceLevel.PARITY, model_family="llama", what="w", versions={}, world_size=2, deltas={}, date="d",
+    )  # fmt: skip
+    book = EvidenceBook((Proof(record, "this machine"),))
+    found = {
+        (c.state, c.device): (str(c.evidence.level), c.evidence.stale)
+        for c in matrix(PluginSet(), book, ["megatron"])
+        if c.axis is Axis.TP and c.model_type == ModelType.LANGUAGE_MODEL
+    }
+    assert found == {
+        ("released", "cpu"): ("parity", False),
+        ("released", "cuda"): ("parity", True),
+        ("planned", "npu"): ("declared", False),
+    }
+    needs = Needs(BackendKind.TRAIN, 2, {"tp": 2}, "npu", "huawei")
+    [choice] = [c for c in rank_backends(needs, PluginSet(), book) if c.name == "megatron"]
+    assert (choice.state, choice.evidence, choice.elsewhere) == ("planned", "declared", "")
 
 
 def test_matrix_of_a_backend_that_is_installed_speaks_with_its_own_records():

@@ -62,6 +62,7 @@ def cells(backend: str, axis: str, device: str = "cuda", dist: str | None = None
         ("hf", "cpu", {"dp_replicate": YES, "tp": NO, "pp": NO, "ep": NO, "dcp": NO, "usp": NA}),
         ("vllm", "cuda", {"tp": YES, "ep": IF, "dcp": IF, "pp": NO}),
         ("vllm", "cpu", {"tp": YES, "ep": NO, "dcp": NO, "pp": NO}),
+        ("megatron", "cpu", {"tp": YES, "pp": YES, "ep": YES, "cp": YES, "sp": IF, "vpp": IF, "etp": IF, "usp": NO}),
         ("megatron", "cuda", {"tp": YES, "pp": YES, "ep": YES, "cp": YES, "sp": IF, "vpp": IF, "usp": NO}),
         ("megatron", "npu", {"tp": YES, "pp": YES, "ep": YES, "cp": YES, "sp": IF, "vpp": IF, "usp": NO}),
         ("veomni", "cuda", {"ep": YES, "usp": YES, "tp": NO, "pp": NO, "cp": NO}),
@@ -168,8 +169,22 @@ def test_constraints_that_are_named_exist():
             assert all(name in constraints.CONSTRAINTS for name, _ in constraints.named(cell.constraint))
 
 
+def test_megatron_is_released_for_cpu_and_cuda_and_planned_for_npu():
+    found = {
+        (e.dist, str(e.state), d) for e in catalogue.entries() if e.spec.name == "megatron" for d, _ in e.spec.devices
+    }
+    assert found == {
+        ("rlctl-plugin-megatron", "released", "cpu"),
+        ("rlctl-plugin-megatron", "released", "cuda"),
+        ("rlctl-plugin-mindspeed", "planned", "npu"),
+    }
+    entry = catalogue.find("megatron")
+    assert entry is not None
+    assert (entry.install, entry.note) == ("pip install rlctl-plugin-megatron", "")
+
+
 def test_planned_plugins_say_so_and_give_the_command():
-    for name, kind in (("megatron", "train"), ("veomni", "train"), ("vllm", "rollout"), ("mindspeed", "train")):
+    for name, kind in (("veomni", "train"), ("vllm", "rollout"), ("mindspeed", "train")):
         entry = catalogue.find(name, BackendKind(kind))
         assert entry is not None
         assert entry.state is PluginState.PLANNED

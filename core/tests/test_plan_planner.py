@@ -176,13 +176,15 @@ def test_only_megatron_has_pipeline_stages() -> None:
     assert [c.name for c in rank({"pp": 2}) if c.fits] == ["megatron"]
     assert found["veomni"].reasons == ("needs pp=2: its training arguments assert pp = 1; only megatron has it",)
     assert found["fsdp2"].reasons == ("needs pp=2: every rank runs all layers; only megatron has it",)
-    assert found["megatron"].install == "its plugin, rlctl-plugin-megatron, is not released yet"
+    assert found["megatron"].install == "pip install rlctl-plugin-megatron"
+    [npu] = [c for c in rank({"pp": 2}, "npu") if c.name == "megatron"]
+    assert npu.install == "its plugin, rlctl-plugin-mindspeed, is not released yet"
 
 
 def test_the_order_is_state_before_all_else() -> None:
     names = [(c.name, c.state) for c in rank({}) if c.fits]
     assert names == [
-        ("fsdp2", "released"), ("megatron", "planned"), ("veomni", "planned"), ("torchtitan", "not_built"),
+        ("fsdp2", "released"), ("megatron", "released"), ("veomni", "planned"), ("torchtitan", "not_built"),
         ("automodel", "not_built"), ("fsdp_turbo", "not_built"),
     ]  # fmt: skip
 

@@ -114,8 +114,9 @@ def test_unknown_names_list_registered_failed_and_installable():
     text = str(caught.value)
     assert "registered: one (a 1.0)" in text
     assert "failed: b (rlctl-b 2.0) declared: ImportError: x <- OSError: y" in text
-    assert "installable: fsdp2 (pip install rlctl-plugin-fsdp)" in text
-    assert "not released yet: megatron (pip install rlctl-plugin-megatron)" in text
+    ours = "fsdp2 (pip install rlctl-plugin-fsdp), megatron (pip install rlctl-plugin-megatron)"
+    assert f"installable: {ours}" in text
+    assert "not released yet: veomni (pip install rlctl-plugin-veomni)" in text
     assert "did you mean one?" in text
     assert caught.value.next == "--backend one"
 
@@ -165,14 +166,14 @@ def test_every_backend_of_the_catalogue_is_refused_by_name():
             assert caught.value.next == first.install
 
 
-def test_missing_megatron_in_a_process_that_imports_neither_torch_nor_transformers(site):
+def test_missing_veomni_in_a_process_that_imports_neither_torch_nor_transformers(site):
     code = """
         import sys
         from rlctl.errors import BackendUnavailableError
         from rlctl.plugins import load_plugins
         from rlctl.registry import require_backend
         try:
-            require_backend("megatron", "train", load_plugins())
+            require_backend("veomni", "train", load_plugins())
         except BackendUnavailableError as error:
             print(error)
             print("exit code", error.exit_code)
@@ -182,9 +183,9 @@ def test_missing_megatron_in_a_process_that_imports_neither_torch_nor_transforme
     """
     done = site.python(code)
     assert done.returncode == 0, done.stderr
-    assert "the training backend 'megatron' is not installed" in done.stdout
+    assert "the training backend 'veomni' is not installed" in done.stdout
     assert "not released with rlctl" in done.stdout
-    assert "next:    pip install rlctl-plugin-megatron\n" in done.stdout
+    assert "next:    pip install rlctl-plugin-veomni\n" in done.stdout
     assert "exit code 1" in done.stdout
     assert "heavy []" in done.stdout
     assert "few True" in done.stdout

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlctl import catalogue, constraints
+from rlctl.catalogue import PluginState
 from rlctl.constraints import ModelFacts
 from rlctl.errors import CapabilityError
 from rlctl.evidence import Evidence, EvidenceBook
@@ -20,6 +21,8 @@ from rlctl.registry import fallback_order
 from rlctl.topology import Topology
 
 UNDECLARED = "its plugin declares nothing of this axis"
+UNBUILT = (PluginState.PLANNED, PluginState.NOT_BUILT)
+"""States without evidence: a record names its backend only, and one of a namesake proves nothing of a plugin to come."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +100,14 @@ def known_backends(plugins: PluginSet) -> Iterable[tuple[BackendSpec, str, str]]
 
 
 def _cells(spec: BackendSpec, dist: str, state: str, book: EvidenceBook) -> Iterable[Cell]:
+    exists = state not in UNBUILT
     for model_type in spec.model_types:
         for device, vendor in spec.devices:
             for axis in Axis:
                 found = find_capability(spec, axis, model_type, device, vendor)
                 support, reason = (found.support, found.reason) if found else (Support.UNSUPPORTED, UNDECLARED)
                 evidence = Evidence()
-                if support in (Support.SUPPORTED, Support.CONDITIONAL):
+                if exists and support in (Support.SUPPORTED, Support.CONDITIONAL):
                     evidence = book.for_cell(spec.name, axis, str(model_type), device, vendor)
                 yield Cell(
                     spec.name,

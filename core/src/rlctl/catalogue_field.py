@@ -113,22 +113,6 @@ _NO_PP = "pipeline stages are refused; take megatron"
 
 _FIELD: tuple[_Backend, ...] = (
     _Backend(
-        name="megatron",
-        kind=BackendKind.TRAIN,
-        summary="Megatron Core: tp, pp, cp and ep for large models",
-        dist="rlctl-plugin-megatron",
-        devices=(CUDA, CPU),
-        heads=(LM, VALUE),
-        row=_MEGATRON,
-        changes={
-            "cpu": {
-                "cp": _if("without Transformer Engine it needs an attention of its own that gathers keys and values")
-            }
-        },
-        requirements=("megatron-core>=0.16",),
-        imports=("megatron.core",),
-    ),
-    _Backend(
         name="veomni",
         kind=BackendKind.TRAIN,
         summary="VeOmni: FSDP2 with Ulysses and expert parallelism",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rlctl.capabilities import check_topology, find_capability, known_backends
+from rlctl.capabilities import UNBUILT, check_topology, find_capability, known_backends
 from rlctl.constraints import ModelFacts
 from rlctl.errors import CapabilityError
 from rlctl.evidence import EvidenceBook
@@ -100,6 +100,7 @@ def _judge(
     evidence, elsewhere, level = "", "", 0
     if not reasons:
         axes = factorise(needs.kind, needs.world_size, needs.axes).axes()
+        book = EvidenceBook() if state in UNBUILT else book
         found = book.for_topology(spec.name, axes, str(needs.heads[0]), needs.device, needs.vendor, needs.model_family)
         holds = not found.stale and not found.failed
         evidence, level = (str(found.level), found.level.rank) if holds else (str(EvidenceLevel.DECLARED), 0)

@@ -34,9 +34,17 @@ _CELLS: dict[Axis, tuple[Support, str, str | None]] = {
         "matrices and the vocabulary split between ranks",
         "heads_and_kv_heads_divisible_by_tp & moe_with_tp_needs_sp",
     ),
-    Axis.SP: (Support.SUPPORTED, "activations between matrices split over the ranks of tp", "sp_needs_tp"),
+    Axis.SP: (
+        Support.CONDITIONAL,
+        "tied to tp: activations between matrices split over its ranks; off at tp=1, and that is announced",
+        "sp_needs_tp",
+    ),
     Axis.PP: (Support.SUPPORTED, "layers split between ranks, 1F1B schedule", "layers_divisible_by_stages"),
-    Axis.VPP: (Support.SUPPORTED, "several chunks of layers a rank, interleaved 1F1B schedule", "vpp_needs_pp"),
+    Axis.VPP: (
+        Support.CONDITIONAL,
+        "several chunks of layers a rank, interleaved 1F1B schedule: needs pp > 1 and layers that divide by pp x vpp",
+        "vpp_needs_pp",
+    ),
     Axis.CP: (
         Support.SUPPORTED,
         "each row split in zigzag order; keys and values of all ranks are gathered in every layer",
@@ -47,7 +55,11 @@ _CELLS: dict[Axis, tuple[Support, str, str | None]] = {
         "experts split between ranks, tokens sent by all-gather or all-to-all",
         "experts_divisible_by_ep",
     ),
-    Axis.ETP: (Support.SUPPORTED, "matrices of each expert split between ranks", "etp_needs_experts"),
+    Axis.ETP: (
+        Support.CONDITIONAL,
+        "matrices of each expert split between ranks: a mixture of experts only",
+        "etp_needs_experts",
+    ),
     Axis.USP: (Support.UNSUPPORTED, "heads are not swapped for tokens; take cp, or fsdp2 with usp", None),
     Axis.DCP: (Support.NOT_APPLICABLE, "an axis of decoding; this backend trains", None),
 }
