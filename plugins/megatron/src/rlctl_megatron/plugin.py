@@ -110,6 +110,8 @@ def rlctl_checks() -> list[Check]:
 @hookimpl
 def rlctl_prepare_process(backend: str, config: Mapping[str, Any]) -> None:
     """On a CPU, stand-ins for the CUDA calls in megatron-core's way; see :mod:`rlctl_megatron.standins`."""
+    from rlctl_megatron.notices import silence
     from rlctl_megatron.standins import prepare
 
+    silence()
     prepare(config.get("device"))
