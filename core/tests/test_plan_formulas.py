@@ -200,6 +200,42 @@ def test_experts_are_shared_over_ep_where_layers_are_not_gathered() -> None:
     assert memory.state.optimizer().num_bytes == memory.state.weights().num_bytes * 6
 
 
+def megatron(
+    engine: dict[str, Any], axes: dict[str, int], world: int, device: str = "cuda", **optim: Any
+) -> TrainMemory:
+    run = config(actor={"engine": engine, "optim": optim})
+    topology = resolve(world, axes)
+    precision, setting = engine_setting(train_policy("megatron"), engine, topology, run, device, shape())
+    load = engine_load(run.actor, topology, run)
+    return TrainMemory("actor", shape(), count_parameters(shape()), precision, setting, load)
+
+
+@pytest.mark.parametrize(
+    ("engine", "axes", "world", "device", "bytes_a_parameter"),
+    [
+        ({}, {}, 4, "cuda", 12 / 4),
+        ({}, {"tp": 2}, 4, "cuda", 12 / 2 / 2),
+        # One replica: nothing to share the moments with.
+        ({}, {"cp": 2, "tp": 2}, 4, "cuda", 12 / 2),
+        ({"distributed_optimizer": "always"}, {"cp": 2, "tp": 2}, 4, "cuda", 12 / 2 / 2),
+        ({"distributed_optimizer": "never"}, {}, 4, "cuda", 12),
+        # Weights of float32 are main weights themselves.
+        ({}, {}, 4, "cpu", 8 / 4),
+        ({"param_dtype": "float32"}, {"tp": 4}, 4, "cuda", 8 / 4),
+    ],
+)
+def test_megatron_keeps_main_weights_and_moments_over_replicas(
+    engine: dict[str, Any], axes: dict[str, int], world: int, device: str, bytes_a_parameter: float
+) -> None:
+    memory = megatron(engine, axes, world, device)
+    assert memory.state.optimizer().num_bytes == round(memory.count.total * bytes_a_parameter)
+
+
+def test_megatron_recomputes_layers_by_its_own_setting() -> None:
+    assert [megatron({"recompute": word}, {}, 1).s.checkpointing for word in ("full", "none")] == [True, False]
+    assert not megatron({"activation_checkpointing": True}, {}, 1).s.checkpointing
+
+
 # ---- rollout ----------------------------------------------------------------------------------------------------------------
 def rollout(run: RunConfig, name: str = "hf", section: dict[str, Any] | None = None, **more: Any) -> RolloutMemory:
     values: dict[str, Any] = {"dp_size": 1, "ranks": 1, "shared": False, "device": "cuda", **more}

@@ -26,8 +26,9 @@ from rlctl.runtime.group import Limits, WorkerGroup
 from rlctl.runtime.records import BuildSpec
 from rlctl.topology import Topology
 
-DTYPE_KEY, CHECKPOINTING_KEY = "param_dtype", "activation_checkpointing"
-"""Keys of a backend's ``engine`` section that make backends equal. One without them runs as it is, and says so."""
+DTYPE_KEY = "param_dtype"
+"""Key of a backend's ``engine`` section that makes backends equal, beside that of checkpointing. One without them runs as it
+is, and says so."""
 
 
 @dataclass(frozen=True)
@@ -170,10 +171,13 @@ def measure(
 def _equal_section(
     record: BackendRecord, work: Workload, engine: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
+    from rlctl.catalogue_memory import train_policy
+
     model = config_model(record.spec)
     notes: list[str] = []
     section: dict[str, Any] = {}
-    for key, value in ((DTYPE_KEY, work.dtype), (CHECKPOINTING_KEY, work.checkpointing)):
+    recompute, without, with_ = train_policy(record.spec.name).checkpointing
+    for key, value in ((DTYPE_KEY, work.dtype), (recompute, with_ if work.checkpointing else without)):
         if key in model.model_fields:
             section[key] = value
         else:

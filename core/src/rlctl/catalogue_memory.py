@@ -13,17 +13,21 @@ from dataclasses import dataclass
 class MemoryPolicy:
     """What a training engine keeps for each parameter, and over which axes it shares it.
 
-    dtypes are ``master`` (``model.dtype``), ``compute`` (the dtype of matrix products) or a name.
+    dtypes are ``master`` (``model.dtype``), ``compute`` (the dtype of matrix products), ``main`` (float32, beside weights of a
+    lower precision only) or a name.
 
     Args:
         weights, gradients: dtype between calls.
         optimizer: (name, dtype) of each tensor that the optimizer keeps.
         sharded: which of ``weights``, ``gradients``, ``optimizer`` the ranks of dp_shard share; the others are whole on each.
         gathers: layers are gathered whole for use.
+        shards_optimizer: key of the engine's section that is ``always``, ``never``, or ``auto`` (AdamW's, between two or more
+            replicas) where the optimizer's share of ``sharded`` is a choice; empty where it is none.
         autocast: one rank alone keeps its weights and casts the operands of each product.
         lends_module: on one rank alone, an embedded rollout may generate from the training module itself.
         chunked_logits: logits are worked on in chunks, within ``logits_budget_mib`` of the engine's section.
-        checkpointing, param_offload, optimizer_offload, reshard, compute, reduce, wrap: keys of the engine's section.
+        checkpointing: key of the engine's section, and its values without and with recomputed layers.
+        param_offload, optimizer_offload, reshard, compute, reduce, wrap: keys of the engine's section.
         checked: the model of this backend's memory is compared with live bytes in the test suite.
     """
 
@@ -32,10 +36,11 @@ class MemoryPolicy:
     optimizer: tuple[tuple[str, str], ...] = (("first Adam moment", "master"), ("second Adam moment", "master"))
     sharded: tuple[str, ...] = ("weights", "gradients", "optimizer")
     gathers: bool = True
+    shards_optimizer: str = ""
     autocast: bool = False
     lends_module: bool = False
     chunked_logits: bool = False
-    checkpointing: str = "activation_checkpointing"
+    checkpointing: tuple[str, object, object] = ("activation_checkpointing", False, True)
     param_offload: str = "param_offload"
     optimizer_offload: str = "optimizer_offload"
     reshard: str = "reshard_after_forward"
@@ -66,9 +71,12 @@ class RolloutPolicy:
 _MEGATRON = MemoryPolicy(
     weights="compute",
     gradients="float32",
-    optimizer=(("float32 master copy", "float32"), ("first Adam moment", "float32"), ("second Adam moment", "float32")),
+    optimizer=(("float32 master copy", "main"), ("first Adam moment", "float32"), ("second Adam moment", "float32")),
     sharded=("optimizer",),
     gathers=False,
+    shards_optimizer="distributed_optimizer",
+    chunked_logits=True,
+    checkpointing=("recompute", "none", "full"),
 )
 
 TRAIN: Mapping[str, MemoryPolicy] = {

@@ -228,6 +228,7 @@ def test_the_new_file_loads(run_file: Write, plugins: PluginSet, tmp_path: Path)
 
 def test_every_rule_sets_keys_that_exist() -> None:
     engine = {"activation_checkpointing", "param_offload", "optimizer_offload", "reshard_after_forward"}
+    engine |= {"param_dtype", "distributed_optimizer", "recompute"}
     tried = 0
     for path, rule in RULES.items():
         for value in (1, True, False, "error", "fsdp", "vllm", "bf16", "grpo", 0.5, ["x"], None):
@@ -254,3 +255,37 @@ def test_what_is_no_configuration_is_refused(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         migrate(text, "x.yaml")
     assert caught.value.next
+
+
+def test_the_settings_of_verls_megatron_are_those_of_ours() -> None:
+    old = """
+actor_rollout_ref:
+  model: {path: org/tiny, enable_gradient_checkpointing: true}
+  actor:
+    strategy: megatron
+    megatron:
+      tensor_model_parallel_size: 2
+      pipeline_model_parallel_size: 4
+      virtual_pipeline_model_parallel_size: 2
+      sequence_parallel: true
+      param_offload: true
+      grad_offload: true
+      use_distributed_optimizer: false
+      dtype: bfloat16
+      override_transformer_config: {recompute_granularity: full, recompute_method: uniform}
+      use_mbridge: true
+"""
+    result = migrate(old, "verl.yaml")
+    assert result.values["actor"] == {
+        "backend": "megatron",
+        "engine": {
+            "recompute": "full",
+            "param_offload": True,
+            "distributed_optimizer": "never",
+            "param_dtype": "bfloat16",
+        },
+        "parallel": {"tp": 2, "pp": 4, "vpp": 2, "sp": True},
+    }
+    assert [item.path for item in result.left_out if not item.needless] == []
+    fsdp = migrate(old.replace("strategy: megatron", "strategy: fsdp"), "verl.yaml").values["actor"]["engine"]
+    assert fsdp["activation_checkpointing"] is True

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlctl.catalogue_memory import train_policy
+
 
 @dataclass(frozen=True)
 class Left:
@@ -135,6 +137,15 @@ def _prompts_a_step(value: Any, leaves: Mapping[str, Any]) -> Outcome:
 
 _BACKENDS = {"fsdp": "fsdp2", "fsdp2": "fsdp2", "megatron": "megatron", "veomni": "veomni", "torchtitan": "torchtitan"}
 _NO_BACKEND = "no backend of rlctl goes by this name; rlctl capabilities lists them"
+
+
+def _recompute(value: Any, leaves: Mapping[str, Any]) -> Outcome:
+    """Backends have names of their own for it."""
+    strategy = leaves.get("actor.strategy")
+    key, without, with_ = train_policy(_BACKENDS.get(strategy, "") if isinstance(strategy, str) else "").checkpointing
+    return {f"actor.engine.{key}": {True: with_, False: without}[value] if isinstance(value, bool) else value}
+
+
 _ROLLOUT_OWN = "a setting of the rollout backend; its section is rollout.engine (rlctl config schema --backend NAME)"
 _CRITIC = "GRPO has no critic"
 
@@ -155,13 +166,34 @@ RULES: dict[str, Rule] = {
     "data.return_raw_chat": needless("rows are always chat messages where they have them"),
     "data.reward_fn_key": to("data.columns.data_source"),
     # ---- verl: model
-    "model.enable_gradient_checkpointing": to("actor.engine.activation_checkpointing"),
+    "model.enable_gradient_checkpointing": _recompute,
     "model.use_remove_padding": needless("batches are always packed"),
     "model.custom_chat_template": unless(None, "model.chat_template"),
     "model.tokenizer_path": unless(None, "model.tokenizer"),
     "model.lora_rank": _off_is_needless("no adapters", "adapters are not built yet"),
     # ---- verl: actor
     "actor.strategy": words("actor.backend", _BACKENDS, _NO_BACKEND),
+    "actor.megatron.sequence_parallel": to("actor.parallel.sp"),
+    "actor.megatron.param_offload": to("actor.engine.param_offload"),
+    "actor.megatron.grad_offload": needless("gradients go where the weights go (actor.engine.param_offload)"),
+    "actor.megatron.optimizer_offload": to("actor.engine.optimizer_offload"),
+    "actor.megatron.dtype": words(
+        "actor.engine.param_dtype",
+        {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"},
+        "actor.engine.param_dtype is auto, bfloat16 or float32",
+    ),
+    "actor.megatron.use_distributed_optimizer": words(
+        "actor.engine.distributed_optimizer",
+        {True: "auto", False: "never"},
+        "set actor.engine.distributed_optimizer to auto, always or never",
+    ),
+    "actor.megatron.override_transformer_config.recompute_granularity": words(
+        "actor.engine.recompute", {"full": "full", None: "none"}, "layers are recomputed whole or not at all"
+    ),
+    "actor.megatron.override_transformer_config.recompute_method": needless("every layer is recomputed"),
+    "actor.megatron.override_transformer_config.recompute_num_layers": needless("every layer is recomputed"),
+    "actor.megatron.use_mbridge": needless("Hugging Face directories are always read and written"),
+    "actor.megatron.use_dist_checkpointing": needless("checkpoints are always sharded"),
     "actor.clip_ratio": _clip,
     "actor.grad_clip": to("actor.optim.clip_grad"),
     "actor.use_dynamic_bsz": needless("a token budget (max_tokens_per_device) is what switches it on"),

@@ -127,7 +127,7 @@ def engine_setting(
     if policy.gathers:
         shards = topology.dp_shard * topology.usp * topology.cp
     else:
-        shards = topology.dp_size * topology.cp
+        shards = topology.dp_size * topology.cp if _shards_optimizer(policy, engine, topology, config) else 1
     head = 0 if shape is None else shape.head_dim
     setting = Setting(
         policy=policy,
@@ -136,7 +136,7 @@ def engine_setting(
         moments_away=device != "cpu" and bool(engine.get(policy.optimizer_offload)),
         wrapped=wrapped,
         reshard=engine.get(policy.reshard) is not False,
-        checkpointing=bool(engine.get(policy.checkpointing)),
+        checkpointing=engine.get(policy.checkpointing[0], policy.checkpointing[1]) == policy.checkpointing[2],
         logits_budget=int(engine.get("logits_budget_mib") or 1024) << 20 if policy.chunked_logits else None,
         chunk_bytes=_CHUNK_BYTES.get(device, _CHUNK_BYTES_ACCELERATOR),
         flash=device == "cuda" and compute != "float32" and head % 8 == 0 and head <= 256,
@@ -146,6 +146,13 @@ def engine_setting(
         ep=topology.ep,
     )
     return Precision(master, compute, policy.autocast and not wrapped and compute != master), setting
+
+
+def _shards_optimizer(policy: MemoryPolicy, engine: Mapping[str, Any], topology: Topology, config: RunConfig) -> bool:
+    choice = engine.get(policy.shards_optimizer) or "auto"
+    if not policy.shards_optimizer or choice != "auto":
+        return choice != "never"
+    return topology.dp_size > 1 and config.actor.optim.name != "sgd"
 
 
 def engine_load(role: TrainRole, topology: Topology, config: RunConfig, *, whole_batch: bool = False) -> Load:

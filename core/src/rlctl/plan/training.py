@@ -33,7 +33,8 @@ class StateMemory:
     experts: int = 0
 
     def _bytes(self, dtype: str) -> tuple[int, str]:
-        name = {"master": self.precision.master, "compute": self.precision.compute}.get(dtype, dtype)
+        known = {"master": self.precision.master, "compute": self.precision.compute, "main": "float32"}
+        name = known.get(dtype, dtype)
         return DTYPE_BYTES[name], name
 
     def _share(self, part: str, number: int) -> tuple[float, str]:
@@ -73,7 +74,10 @@ class StateMemory:
 
     def optimizer(self) -> Item:
         mine, over = self._share("optimizer", self.trained)
-        parts = [(name, *self._bytes(dtype)) for name, dtype in self.setting.policy.optimizer]
+        kept = [
+            (name, d) for name, d in self.setting.policy.optimizer if d != "main" or self.precision.compute != "float32"
+        ]
+        parts = [(name, *self._bytes(dtype)) for name, dtype in kept]
         words = " + ".join(f"{name} {size} bytes ({dtype})" for name, size, dtype in parts)
         return self.item(
             "optimizer", mine * sum(n for _, n, _ in parts), f"{self.trained:,} parameters x ({words}){over}"
