@@ -18,6 +18,7 @@ from rlctl.errors import CapabilityError
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 _MOE = ("qwen3_moe", "mixtral")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ def _refuse_other_settings(config: PretrainedConfig) -> None:
         "mlp_only_layers": (None, [], ()),
         "decoder_sparse_step": (None, 1),
         "quantization_config": (None,),
+        "is_causal": (None, True),
     }
     for name, values in wanted.items():
         found = getattr(config, name, None)
@@ -139,22 +141,46 @@ def _refuse_other_settings(config: PretrainedConfig) -> None:
                 wanted=f"{name}: {shown}",
                 next="--backend fsdp2 trains the model as its config says",
             )
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if len(kinds) > 1:
+    renormalised = kind == "mixtral" or bool(getattr(config, "norm_topk_prob", False))
+    if renormalised and int(config.num_experts_per_tok) < 2:
+        # megatron-core takes a softmax over the chosen experts alone only where there are several.
         raise CapabilityError(
-            "megatron gives every layer the same attention",
-            found=f"layer_types {', '.join(sorted(kinds))}",
-            wanted="one kind of layer",
+            "megatron does not make the share of a single expert one",
+            found=f"num_experts_per_tok={config.num_experts_per_tok}",
+            wanted="two or more",
             next="--backend fsdp2 trains the model as its config says",
         )
 
 
 def _window(config: PretrainedConfig) -> int | None:
-    """Tokens that a token sees, itself included; None for all before it."""
-    kinds = getattr(config, "layer_types", None)
-    sliding = kinds[0] == "sliding_attention" if kinds else bool(getattr(config, "use_sliding_window", True))
-    window = getattr(config, "sliding_window", None)
-    return int(window) if sliding and window else None
+    """Tokens that a token sees, itself included; None for all before it. As each family of transformers reads it: a llama has
+    no window, whatever its config carries along.
+
+    Raises:
+        CapabilityError: layers of several kinds, or of one that this backend has not.
+    """
+    family = str(config.model_type)
+    window = None if family == "llama" else getattr(config, "sliding_window", None)
+    if family in ("qwen2", "qwen3"):
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        if kinds == {"full_attention"}:
+            return None
+        if kinds != {"sliding_attention"}:
+            raise CapabilityError(
+                "megatron gives every layer the same attention",
+                found=f"layer_types {', '.join(sorted(kinds))}",
+                wanted="full_attention in every layer, or sliding_attention in every layer",
+                next="--backend fsdp2 trains the model as its config says",
+            )
+        window = window or 0
+    if window is not None and int(window) < 1:
+        raise CapabilityError(
+            "a sliding window needs a length",
+            found=f"sliding_window={config.sliding_window}",
+            wanted="at least 1, or null and no layer of type sliding_attention",
+            next="set sliding_window in the model's config (use_sliding_window too, where the family has it)",
+        )
+    return None if window is None else int(window)
 
 
 def _rotary(config: PretrainedConfig, head_dim: int) -> tuple[torch.Tensor, float]:
@@ -164,12 +190,19 @@ def _rotary(config: PretrainedConfig, head_dim: int) -> tuple[torch.Tensor, floa
         CapabilityError: frequencies that depend on the length of a row, or that turn only a part of each head.
     """
     rope = dict(getattr(config, "rope_parameters", None) or {})
+    if any(isinstance(v, Mapping) for v in rope.values()):
+        raise CapabilityError(
+            "megatron turns the heads of every layer alike",
+            found=f"rope_parameters of {', '.join(rope)}",
+            wanted="one set of rope_parameters",
+            next="--backend fsdp2 trains the model as its config says",
+        )
     kind = str(rope.get("rope_type", "default"))
-    if kind in ("dynamic", "longrope") or float(rope.get("partial_rotary_factor", 1.0)) != 1.0:
+    if kind not in _ROPE_TYPES or float(rope.get("partial_rotary_factor", 1.0)) != 1.0:
         raise CapabilityError(
             "megatron turns whole heads by frequencies that do not depend on a row's length",
             found=f"rope_type {kind}, partial_rotary_factor {rope.get('partial_rotary_factor', 1.0)}",
-            wanted="rope_type default, linear, llama3 or yarn",
+            wanted=f"rope_type {', '.join(_ROPE_TYPES)}",
             next="--backend fsdp2 trains the model as its config says",
         )
     if kind == "default":
