@@ -19,20 +19,25 @@ def rlctl(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_installed_backends_are_measured_and_the_others_say_why_not() -> None:
-    done = rlctl("bench", "fsdp2", "megatron", *SMALL, "--nproc", "2", "--checkpointing", "--json")
+    done = rlctl("bench", "fsdp2", "veomni", "megatron", *SMALL, "--nproc", "2", "--checkpointing", "--json")
     assert done.returncode == 1
-    assert "rlctl-plugin-megatron" in done.stderr
+    assert "rlctl-plugin-veomni" in done.stderr
     found = json.loads(done.stdout)
     assert found["schema"] == 1
-    first, second = found["results"]
-    assert (first["backend"], second["backend"]) == ("fsdp2", "megatron")
+    by_name = {r["backend"]: r for r in found["results"]}
+    first, second, third = by_name["fsdp2"], by_name["veomni"], by_name["megatron"]
+    assert [r["backend"] for r in found["results"]][-1] == "veomni", "what was not measured comes last"
     assert first["topology"] == {"dp_shard": 2}
     assert first["tokens_per_s_per_device"] == pytest.approx(4 * 16 / first["step_s"]["median"] / 2)
     assert first["step_s"]["min"] <= first["step_s"]["median"] <= first["step_s"]["max"]
     # Tensors of a tiny model are megabytes; the process holds them and torch.
     assert 0 < first["forecast_gib"] < 0.1 < first["peak_gib"]
-    assert "megatron" in second["problem"]
+    assert "veomni" in second["problem"]
     assert second["step_s"] is None
+    # Checkpointing goes by another name there; the work is the same, and so is the loss after the same steps.
+    assert not any("runs as it is" in note for note in third["notes"]), third
+    assert third["loss"] == pytest.approx(first["loss"], rel=1e-5)
+    assert third["topology"] == {"dp_shard": 2}
 
     one = json.loads(rlctl("bench", "fsdp2", *SMALL, "--checkpointing", "--json").stdout)["results"][0]
     # The same batches and the same weights: the same loss after the same steps.

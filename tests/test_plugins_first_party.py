@@ -18,6 +18,7 @@ from rlctl.discovery import FIRST_PARTY_DISTS, discover
 from rlctl.plugins import load_plugins
 from rlctl.records import CheckStatus
 
+OURS = ("rlctl-core", "rlctl", "rlctl-plugin-fsdp", "rlctl-plugin-megatron")
 LIGHT = sorted((c.name, c.target) for c in discover() if c.dist in FIRST_PARTY_DISTS)
 
 
@@ -42,8 +43,8 @@ def test_the_catalogue_is_equal_to_the_plugins_own_records():
         assert spec == known[key], key
 
 
-def test_both_plugins_are_found():
-    assert {name for name, _ in LIGHT} >= {"cli", "fsdp"}
+def test_all_plugins_are_found():
+    assert {name for name, _ in LIGHT} >= {"cli", "fsdp", "megatron"}
 
 
 @pytest.mark.parametrize(("name", "target"), LIGHT)
@@ -69,26 +70,6 @@ def test_every_first_party_dist_has_one_version():
     assert len(set(versions.values())) == 1, versions
 
 
-def test_train_with_a_backend_that_is_not_installed_stops_before_anything_heavy(tmp_path):
-    code = """
-import atexit, sys
-heavy = {"torch", "transformers", "pydantic", "yaml", "numpy"}
-atexit.register(lambda: print("HEAVY", *sorted(heavy & set(sys.modules)), len(sys.modules) < 500, file=sys.stderr))
-from rlctl_cli.main import main
-main(["train", "--backend", "megatron"])
-"""
-    done = run(code, RLCTL_CACHE_DIR=str(tmp_path))
-    assert done.returncode == 1
-    assert done.stdout == ""
-    lines = done.stderr.splitlines()
-    assert lines[0] == "error: the training backend 'megatron' is not installed"
-    assert "  next:    pip install rlctl-plugin-megatron" in lines
-    assert any("not released with rlctl" in x for x in lines)
-    assert any(re.search(r"registered: fsdp2 \(rlctl-plugin-fsdp", x) for x in lines)
-    assert lines[-1] == "HEAVY True"
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.slow
 def test_the_doctor_on_this_machine(tmp_path):
     env = {"RLCTL_CACHE_DIR": str(tmp_path / "cache"), "RLCTL_DATA_DIR": str(tmp_path / "data")}
@@ -96,12 +77,13 @@ def test_the_doctor_on_this_machine(tmp_path):
     done = run(f"from rlctl_cli.main import main\nmain({arguments!r})", **env)
     report = json.loads(done.stdout)
     rows = {r["name"]: r for r in report["backends"]}
-    for name, kind in (("fsdp2", "train"), ("hf", "rollout")):
+    for name, kind in (("fsdp2", "train"), ("hf", "rollout"), ("megatron", "train")):
         assert (rows[name]["kind"], rows[name]["stage"], rows[name]["status"]) == (kind, "registered", "ok"), rows[name]
     checks = {c["name"]: c for c in report["checks"]}
     assert checks["torch"]["status"] == "ok"
     assert metadata.version("torch") in checks["torch"]["found"]
-    assert checks["training backend"]["found"] == "fsdp2"
+    assert checks["training backend"]["found"] == "fsdp2, megatron"
+    assert "cuda-calls" in checks["megatron-stand-ins"]["found"]
     failed = [c for c in report["checks"] if c["status"] == "fail"]
     assert done.returncode == int(bool(failed)), failed
     # What loads here is evidence of this machine from now on.
@@ -138,29 +120,72 @@ NEEDED = (
 SHOWN = ("click", "rich", "Pygments", "markdown-it-py", "mdurl")
 
 
-def test_the_doctor_without_torch_says_what_to_install(tmp_path):
-    ours = ("rlctl-core", "rlctl", "rlctl-plugin-fsdp")
-    site = linked_environment(tmp_path, (*NEEDED, *SHOWN, *ours))
-    sources = [str(Path(__import__(m).__file__ or "").parents[1]) for m in ("rlctl", "rlctl_cli", "rlctl_fsdp")]
-    code = f"""
+def run_linked(tmp_path: Path, site: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in an environment of links, beside the sources of our dists that are in it."""
+    modules = {
+        "rlctl-core": "rlctl",
+        "rlctl": "rlctl_cli",
+        "rlctl-plugin-fsdp": "rlctl_fsdp",
+        "rlctl-plugin-megatron": "rlctl_megatron",
+    }
+    linked = {p.name.partition("-0")[0].replace("_", "-") for p in site.glob("rlctl*.dist-info")}
+    sources = [str(Path(__import__(modules[d]).__file__ or "").parents[1]) for d in OURS if d in linked]
+    paths = f"""
 import sys
 sys.path[:0] = {[str(site), *dict.fromkeys(s for s in sources if "site-packages" not in s)]!r}
 sys.path[:] = [p for p in sys.path if "site-packages" not in p]
+"""
+    folders = {"RLCTL_CACHE_DIR": str(tmp_path / "cache"), "RLCTL_DATA_DIR": str(tmp_path / "data")}
+    return run(paths + code, "-S", "-P", **folders)
+
+
+@pytest.mark.parametrize("backend", ["megatron", "veomni"])
+def test_train_with_a_backend_that_is_not_installed_stops_before_anything_heavy(tmp_path, backend):
+    # Everything but the plugin is there: requirements of fsdp2 and of megatron alike.
+    libraries = ("torch", "transformers", "safetensors", "numpy", "megatron-core", "psutil", "PyYAML")
+    ours = ("rlctl-core", "rlctl", "rlctl-plugin-fsdp")
+    site = linked_environment(tmp_path, (*NEEDED, *SHOWN, *libraries, *ours))
+    code = f"""
+import atexit
+heavy = {{"torch", "transformers", "megatron", "pydantic", "yaml", "numpy"}}
+atexit.register(lambda: print("HEAVY", *sorted(heavy & set(sys.modules)), len(sys.modules) < 500, file=sys.stderr))
+from rlctl_cli.main import main
+main(["train", "--backend", {backend!r}])
+"""
+    done = run_linked(tmp_path, site, code)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert lines[0] == f"error: the training backend {backend!r} is not installed"
+    assert f"  next:    pip install rlctl-plugin-{backend}" in lines
+    assert any("not released with rlctl" in x for x in lines) is (backend == "veomni")
+    assert any(re.search(r"registered: fsdp2 \(rlctl-plugin-fsdp", x) for x in lines)
+    assert lines[-1] == "HEAVY True"
+    assert "Traceback" not in done.stderr
+
+
+def test_the_doctor_without_torch_says_what_to_install(tmp_path):
+    site = linked_environment(tmp_path, (*NEEDED, *SHOWN, *OURS))
+    done = run_linked(
+        tmp_path,
+        site,
+        """
 from rlctl_cli.main import main
 main(["doctor", "--json"])
-"""
-    done = run(code, "-S", "-P", RLCTL_CACHE_DIR=str(tmp_path / "cache"), RLCTL_DATA_DIR=str(tmp_path / "data"))
+""",
+    )
     assert done.returncode == 1, done.stderr
     assert done.stderr == ""
     report = json.loads(done.stdout)
     rows = {r["name"]: r for r in report["backends"]}
-    for name in ("fsdp2", "hf"):
+    for name in ("fsdp2", "hf", "megatron"):
         row = rows[name]
         assert (row["stage"], row["status"]) == ("compatible", "fail")
         assert any(c.startswith("torch is not installed, torch>=") for c in row["cause"])
         assert row["next"].startswith("pip install 'torch>=")
     checks = {c["name"]: c for c in report["checks"]}
     assert (checks["torch"]["status"], checks["torch"]["next"]) == ("fail", "pip install rlctl-plugin-fsdp")
+    assert checks["megatron-core"]["status"] == "skip"
     assert checks["training backend"]["status"] == "fail"
     assert checks["python"]["status"] == "ok", "the others are unharmed"
     assert [p["status"] for p in report["plugins"] if p["name"] == "cli"] == [str(CheckStatus.OK)]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlctl.hookspecs import hookimpl
-from rlctl.records import Axis, BackendKind, BackendSpec, Capability, Check, ModelType, Support
+from rlctl.records import Axis, BackendKind, BackendSpec, Capability, Check, CheckResult, ModelType, Support
 
 REQUIREMENTS = (
     "torch>=2.11,<2.15",
@@ -102,9 +102,19 @@ def rlctl_backends() -> list[BackendSpec]:
 @hookimpl
 def rlctl_checks() -> list[Check]:
     """The CPU stand-ins, and the version of megatron-core that was proved."""
-    from rlctl_megatron.checks import check_stand_ins, check_version
+    return [Check("megatron-core", _check_version), Check("megatron-stand-ins", _check_stand_ins)]
 
-    return [Check("megatron-core", check_version), Check("megatron-stand-ins", check_stand_ins)]
+
+def _check_version() -> CheckResult:
+    from rlctl_megatron.checks import check_version
+
+    return check_version()
+
+
+def _check_stand_ins() -> CheckResult:
+    from rlctl_megatron.checks import check_stand_ins
+
+    return check_stand_ins()
 
 
 @hookimpl
