@@ -17,9 +17,16 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
-DISTS = {"rlctl-core": "core", "rlctl": "cli", "rlctl-plugin-fsdp": "plugins/fsdp"}
+DISTS = {
+    "rlctl-core": "core",
+    "rlctl": "cli",
+    "rlctl-plugin-fsdp": "plugins/fsdp",
+    "rlctl-plugin-megatron": "plugins/megatron",
+}
 
 
 def call(command: list[str], cwd: Path, ok: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
@@ -52,6 +59,19 @@ def test_one_version_for_all_dists_and_compatible_ranges():
     assert all(">=" in d and "<" in d and "==" not in d for d in needs), needs
 
 
+def test_the_tested_versions_fit_what_every_dist_asks_for():
+    lines = [x for x in (ROOT / "constraints/base.txt").read_text().splitlines() if x and not x.startswith("#")]
+    tested = {canonicalize_name(n): v for n, _, v in (x.partition("==") for x in lines)}
+    for folder in DISTS.values():
+        project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+        extras = [d for listed in project.get("optional-dependencies", {}).values() for d in listed]
+        assert {canonicalize_name(Requirement(d).name) for d in project["dependencies"]} <= {*tested, *DISTS}, folder
+        for text in (*project["dependencies"], *extras):
+            need = Requirement(text)
+            version = tested.get(canonicalize_name(need.name))
+            assert version is None or need.specifier.contains(version), f"{folder}: {text}, tested with {version}"
+
+
 def test_wheels_and_sdists_carry_types_licence_recipes_and_no_tests_in_the_wheel(built):
     for folder in DISTS.values():
         name = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]["name"].replace("-", "_")
@@ -63,6 +83,12 @@ def test_wheels_and_sdists_carry_types_licence_recipes_and_no_tests_in_the_wheel
         with tarfile.open(sdist) as archive:
             assert any(n.endswith("pyproject.toml") for n in archive.getnames())
             assert any("/tests/" in n for n in archive.getnames())
+        if folder.startswith("plugins/"):
+            points = zipfile.ZipFile(wheel).read(next(n for n in inside if n.endswith("dist-info/entry_points.txt")))
+            module = points.decode().strip().rpartition("= ")[2].replace(".", "/") + ".py"
+            assert module in inside, "the entry point leads somewhere"
+            records = [p.name for p in (ROOT / folder / "src").glob("*/evidence/*.json")]
+            assert {n.rpartition("/")[2] for n in inside if n.endswith(".json")} >= set(records), "its evidence ships"
         if folder == "cli":
             assert any(n.endswith("recipes/quickstart.yaml") for n in inside)
             assert any(n.endswith("recipes/quickstart/model/tokenizer.json") for n in inside)
@@ -92,7 +118,8 @@ def test_a_fresh_environment_outside_the_repository_trains(built, tmp_path):
     call([*pip, "torch==2.13.0"], tmp_path)
     call([*pip, *constraints, *wheels], tmp_path)
     healthy = call([rlctl, "doctor", "--json"], tmp_path)
-    assert {b["name"]: b["status"] for b in json.loads(healthy.stdout)["backends"]}["fsdp2"] == "ok"
+    found = {b["name"]: b["status"] for b in json.loads(healthy.stdout)["backends"]}
+    assert (found["fsdp2"], found["megatron"]) == ("ok", "ok")
     overrides = [
         "trainer.total_training_steps=2",
         "warm_start.steps=4",
