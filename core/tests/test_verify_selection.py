@@ -100,11 +100,12 @@ def test_verify_of_megatrons_axes_is_finite_and_complete() -> None:
     }
     assert wanted_dense <= set(dense)
     assert {"one process", "dp_shard=2,ep=2", "dp_shard=4,ep=4", "tp=2,sp=1,ep=2", "dp_shard=4,ep=2,etp=2"} <= set(moe)
+    assert {"tp=2,sp=1", "dp_shard=2", "pp=2", "pp=2,vpp=2", "cp=2"} <= set(moe)
     assert found["tiny:qwen2", "language_model"] == ["one process", "tp=2", "pp=2"]
     assert sorted(found["tiny:qwen3", "value_model"]) == ["cp=2", "dp_shard=2", "one process", "pp=2", "tp=2"]
     assert {k: len(v) for k, v in found.items()} == {
         ("tiny:qwen3", "language_model"): 28,
-        ("tiny:qwen3_moe", "language_model"): 18,
+        ("tiny:qwen3_moe", "language_model"): 23,
         ("tiny:qwen2", "language_model"): 3,
         ("tiny:qwen3", "value_model"): 5,
     }
@@ -137,7 +138,7 @@ def test_verify_says_what_it_leaves_out_and_why() -> None:
     _, left_out = choose_all(backend(MEGATRON, LM, VALUE), CPU, (), 4)
     assert [(e.topology, e.model, e.model_type) for e in left_out] == [
         ("topologies with ep or etp", "tiny:qwen3", "language_model"),
-        ("several ranks without ep and etp", "tiny:qwen3_moe", "language_model"),
+        ("more than two ranks without ep and etp", "tiny:qwen3_moe", "language_model"),
         ("all but one process, tp=2 and pp=2", "tiny:qwen2", "language_model"),
         ("all but one process and one axis of size 2", "tiny:qwen3", "value_model"),
         ("every topology", "tiny:qwen3_moe", "value_model"),

@@ -78,7 +78,7 @@ def choose_all(
     """The choices of ``--all``, sorted by the number of ranks, and the rules that left others out.
 
     Experts are spread (ep, etp) in mixtures of experts alone, and where a backend has these axes, a dense model, if there is
-    one, runs on all the others in their stead. A head that is not tied runs where embedding and head are split or apart. A
+    one, runs on all the others of more than two ranks in their stead. A head that is not tied runs where embedding and head are split or apart. A
     value head takes the place of another at the end of the same layers, so it runs in one process and along each axis that
     takes part in it.
 
@@ -136,8 +136,10 @@ def _of_language(
         note = LeftOut("topologies with ep or etp", model, "it has no experts to spread")
         return [t for t in topologies if t not in spread], [note] if spread else []
     if dense and axes & set(EXPERT_AXES):
-        note = LeftOut("several ranks without ep and etp", model, f"{dense[0]} runs on them")
-        return [t for t in topologies if t in spread or t.world_size == 1], [note]
+        # Two ranks in any case: whole experts on ranks with different tokens are a case of their own.
+        note = LeftOut("more than two ranks without ep and etp", model, f"{dense[0]} runs on them")
+        few = [t for t in topologies if t in spread or (t.world_size <= 2 and (t.sp or t.tp == 1))]
+        return few, [note]
     return list(topologies), []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from rlctl.errors import ConfigError
 from rlctl.records import ModelType
 from rlctl_megatron.architecture import Architecture
 from rlctl_megatron.config import MegatronConfig
-from rlctl_megatron.families import Family, Layout
+from rlctl_megatron.families import Family, Layout, Split
 from rlctl_megatron.loading import Chunk, chunk_sites
 from rlctl_megatron.mapping import layers_of, padded_vocab
 from rlctl_megatron.mesh import Place
@@ -68,6 +69,25 @@ def compute_dtype(config: MegatronConfig, model: Mapping[str, Any], device: torc
     return torch.float32 if config.param_dtype == "float32" else torch.bfloat16
 
 
+def uses_transformer_engine(config: MegatronConfig, device: torch.device) -> bool:
+    """Whether layers are made of Transformer Engine's modules.
+
+    Raises:
+        ConfigError: they were asked for where they cannot run.
+    """
+    if config.layers == "local" or (config.layers == "auto" and device.type != "cuda"):
+        return False
+    there = importlib.util.find_spec("transformer_engine") is not None
+    if config.layers == "transformer_engine" and (device.type != "cuda" or not there):
+        raise ConfigError(
+            "Transformer Engine's modules cannot be used here",
+            found=f"device {device.type}, transformer_engine {'installed' if there else 'not installed'}",
+            wanted="a CUDA device, and the package",
+            next="pip install 'transformer-engine[pytorch]', or set actor.engine.layers=local",
+        )
+    return there
+
+
 def transformer_config(
     architecture: Architecture, place: Place, config: MegatronConfig, dtype: torch.dtype
 ) -> TransformerConfig:
@@ -113,8 +133,14 @@ def transformer_config(
     return TransformerConfig(**fields)
 
 
-def build_chunks(architecture: Architecture, family: Family, place: Place, config: TransformerConfig) -> list[Chunk]:
-    """This rank's chunks, with whatever memory holds as values."""
+def build_chunks(
+    architecture: Architecture, family: Family, place: Place, config: TransformerConfig, *, engine: bool = False
+) -> list[Chunk]:
+    """This rank's chunks, with whatever memory holds as values.
+
+    Args:
+        engine: of Transformer Engine's modules.
+    """
     t = place.topology
     # The tracker of random states must know its names, though nothing here draws from them.
     model_parallel_cuda_manual_seed(0, force_reset_rng=True)
@@ -129,6 +155,7 @@ def build_chunks(architecture: Architecture, family: Family, place: Place, confi
             first=first,
             last=last,
             value=family.head is ModelType.VALUE_MODEL,
+            engine=engine,
             vp_stage=stage,
         ).to(place.device)
         layers = layers_of(t, architecture.num_layers, place.pp_rank, number)
@@ -139,15 +166,20 @@ def build_chunks(architecture: Architecture, family: Family, place: Place, confi
 
 
 def _mark_split(chunk: Chunk, family: Family, place: Place) -> None:
-    """Tell which weights are split over ranks. megatron-core does so where it draws values, which is not done here; without
-    the marks the gradient norm leaves out what every tp rank but the first one holds, without a word."""
+    """Tell which weights are split over ranks, and which ranks hold the same ones.
+
+    megatron-core marks split weights where it draws values, which is not done here; without the marks the gradient norm leaves
+    out what every tp rank but the first one holds. It takes experts for copies on all data parallel ranks unless ep > 1; with
+    etp alone, or tp and whole experts, gradients of different shards and tokens would be summed. Both without a word.
+    """
     sites = dict(chunk_sites(chunk, family, place))
-    for name, weight in chunk.module.named_parameters():
+    for name, weight in chunk.named_parameters().items():
         entry = sites[name].entry
         split = entry.layout is not Layout.REPLICATED
         weight.tensor_model_parallel = split  # type: ignore[attr-defined]
         weight.partition_dim = (1 if entry.layout is Layout.ROW else 0) if split else -1  # type: ignore[attr-defined]
         weight.partition_stride = 1  # type: ignore[attr-defined]
+        weight.allreduce = entry.split is not Split.ETP  # type: ignore[attr-defined]
 
 
 def wrap(chunks: Sequence[Chunk], config: TransformerConfig, *, train: bool, distributed_optimizer: bool) -> Built:

@@ -17,6 +17,11 @@ class MegatronConfig(Strict):
         description="dtype of weights in the computation; main weights are float32. auto: bfloat16 on accelerators, "
         "float32 on cpu.",
     )
+    layers: Literal["auto", "local", "transformer_engine"] = Field(
+        default="auto",
+        description="Modules of a layer. local: megatron-core's own. transformer_engine: NVIDIA's kernels, on CUDA. auto: those "
+        "where they are installed and the device is CUDA.",
+    )
     recompute: Literal["none", "full"] = Field(
         default="none",
         description="full: keep only each layer's input and compute the layer again in the backward pass.",

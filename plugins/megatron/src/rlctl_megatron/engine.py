@@ -73,11 +73,12 @@ class MegatronEngine:
         architecture = read_architecture(hf)
         head = ModelType(model.get("model_type") or ModelType.LANGUAGE_MODEL)
         dtype = build.compute_dtype(config, model, place.device)
+        engine = build.uses_transformer_engine(config, place.device)
         settings = build.transformer_config(architecture, place, config, dtype)
         family = family_of(hf.to_dict(), head)
         check_split(family, self._topology)
         with building(place.device.type):
-            chunks = build.build_chunks(architecture, family, place, settings)
+            chunks = build.build_chunks(architecture, family, place, settings, engine=engine)
         distributed = self._distributed_optimizer(optimizer or {})
         built = build.wrap(chunks, settings, train=not forward_only, distributed_optimizer=distributed)
         for chunk in chunks:
@@ -96,7 +97,7 @@ class MegatronEngine:
             num_parameters=sum(math.prod(shape) for shape in family.checkpoint().values()),
             vocab_size=architecture.vocab_size,
             model_family=architecture.model_type,
-            notes={**self._notes(settings, distributed), **source.notes},
+            notes={**self._notes(settings, distributed, engine), **source.notes},
         )
 
     def _distributed_optimizer(self, optimizer: Mapping[str, Any]) -> bool:
@@ -104,10 +105,11 @@ class MegatronEngine:
         useful = self._topology.dp_size > 1 and optimizer.get("name", "adamw") == "adamw"
         return choice == "always" or (choice == "auto" and useful)
 
-    def _notes(self, settings: Any, distributed: bool) -> dict[str, str]:
+    def _notes(self, settings: Any, distributed: bool, engine: bool) -> dict[str, str]:
         t = self._topology
         notes = {
-            "layers": "megatron-core's local modules",
+            "layers": "Transformer Engine's modules" if engine else "megatron-core's local modules",
+            "gradients": "summed over data and context parallel ranks, once a step; nothing is divided (the loss is weighted)",
             "compute_dtype": str(settings.params_dtype).removeprefix("torch."),
             "optimizer": "moments sharded over data parallel ranks" if distributed else "moments whole on every rank",
             "schedule": "interleaved 1F1B" if t.vpp > 1 else "1F1B" if t.pp > 1 else "one stage",
@@ -146,7 +148,7 @@ class MegatronEngine:
             module.train(self._train and not forward_only)
         outputs = schedule.run(built, self._place, self._head, micro_batches, loss_fn, forward_only=forward_only)
         if forward_only:
-            self._host.rest(built, None)
+            self._host.rest(built, self._stepper)
         else:
             self._trained().pending = True
         return outputs

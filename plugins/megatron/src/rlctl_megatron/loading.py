@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from rlctl_megatron.mesh import Place
 
 
+_FUSED_NORMS = {
+    ".self_attention.linear_qkv.layer_norm_weight": ".input_layernorm.weight",
+    ".mlp.linear_fc1.layer_norm_weight": ".pre_mlp_layernorm.weight",
+}
+
+
 @dataclass(frozen=True)
 class Chunk:
     """One module of a rank: consecutive layers of the model.
@@ -35,6 +41,15 @@ class Chunk:
     layers: tuple[int, ...]
     first: bool
     last: bool
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """By the names of the tables. Transformer Engine keeps a norm in the projection that follows it."""
+        found: dict[str, nn.Parameter] = {}
+        for name, parameter in self.module.named_parameters():
+            for fused, apart in _FUSED_NORMS.items():
+                name = name.replace(fused, apart)
+            found[name] = parameter
+        return found
 
 
 def shard_of(entry: Entry, place: Place) -> Shard:
@@ -65,7 +80,7 @@ def parameters(chunks: Sequence[Chunk], family: Family, place: Place) -> dict[Si
     for number, chunk in enumerate(chunks):
         expected = mapping.layers_of(place.topology, family.num_layers, place.pp_rank, number)
         assert chunk.layers == expected, f"chunk {number} has layers {chunk.layers}, not {expected}"
-        have = dict(chunk.module.named_parameters())
+        have = chunk.named_parameters()
         sites = dict(chunk_sites(chunk, family, place))
         assert have.keys() == sites.keys(), f"only in module or table: {sorted(have.keys() ^ sites.keys())[:6]}"
         for name, site in sites.items():

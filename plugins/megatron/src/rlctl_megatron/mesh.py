@@ -10,6 +10,7 @@ stage as etp x ep x expert data parallel.
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -109,7 +110,12 @@ def leave(place: Place) -> None:
         _layout = (sizes, users - 1)
         return
     _layout = None
+    made = [g for g in parallel_state._global_process_group_list or () if g is not None]
     parallel_state.destroy_model_parallel()
+    # megatron only forgets its groups, about thirty of them, each with threads and, on a GPU, memory.
+    gc.collect()  # modules in cycles hold some
+    for group in dict.fromkeys(made):
+        dist.destroy_process_group(group)
     if place.owns_world and dist.is_initialized():
         dist.destroy_process_group()
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from rlctl.batch import PackedBatch
@@ -56,7 +57,8 @@ def run(
         batch = next(data)
         laid = lay_out(batch, place.device, place, sp=built.config.sequence_parallel)
         beat(micro_rows=batch.num_rows, micro_tokens=batch.num_items)
-        hidden = model(laid.input_ids, laid.position_ids, None, packed_seq_params=laid.packed)
+        packed = _on_device(laid.packed) if built.models[0].of_engine else laid.packed
+        hidden = model(laid.input_ids, laid.position_ids, None, packed_seq_params=packed)
 
         def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
             here = on_device(batch, place.device)
@@ -82,6 +84,11 @@ def run(
         )
     # Read once everything is launched, so that a GPU is not waited for between micro-batches.
     return _share([to_micro_output(out, filling) for out, filling in results], len(micro_batches), place)
+
+
+def _on_device(packed: PackedSeqParams) -> PackedSeqParams:
+    """Bounds as Transformer Engine's kernels read them; ours and the rotary embedding read those on the host."""
+    return replace(packed, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None)
 
 
 def _share(results: list[MicroOutput], count: int, place: Place) -> list[MicroOutput]:

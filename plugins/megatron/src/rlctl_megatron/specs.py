@@ -43,9 +43,11 @@ class RMSNorm(nn.Module):
         return self.weight * (wide * scale).to(hidden.dtype)
 
 
-def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The layers that this rank builds for one chunk."""
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
+def block_spec(config: TransformerConfig, vp_stage: int | None, *, engine: bool) -> TransformerBlockSubmodules:
+    """The layers that this rank builds for one chunk; with ``engine`` as megatron-core makes them of Transformer Engine."""
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage)
+    if engine:
+        return spec
     assert spec.layer_specs is not None
     for layer in spec.layer_specs:
         parts: Any = layer.submodules
@@ -63,6 +65,7 @@ class ChunkModel(GPTModel):
 
     Args:
         value: a value head ``[1, D]`` in place of the vocabulary's; the same on every tp rank.
+        engine: layers of Transformer Engine's modules.
     """
 
     def __init__(
@@ -74,12 +77,13 @@ class ChunkModel(GPTModel):
         first: bool,
         last: bool,
         value: bool,
+        engine: bool,
         vp_stage: int | None,
     ) -> None:
         tied = architecture.tied and not value
         super().__init__(
             config,
-            block_spec(config, vp_stage),  # type: ignore[arg-type]
+            block_spec(config, vp_stage, engine=engine),  # type: ignore[arg-type]
             padded_vocab,
             architecture.max_positions,
             pre_process=first,
@@ -90,6 +94,7 @@ class ChunkModel(GPTModel):
             vp_stage=vp_stage,
         )
         self.value_head: nn.Linear | None = None
+        self.of_engine = engine
         if value and last:
             del self.output_layer
             self.value_head = nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)

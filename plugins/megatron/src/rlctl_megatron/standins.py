@@ -154,6 +154,31 @@ class _CpuCalls:
         self._torch.manual_seed(seed)
 
 
+class _Collectives:
+    """``torch.distributed``; gloo gathers tensors of one size only, where NCCL takes any."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._torch.distributed, name)
+
+    def all_gather(self, tensors: list[Any], tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+        """As torch's; the shorter tensors are sent with a tail that is not copied out."""
+        sizes = [t.shape[0] for t in tensors]
+        if len(set(sizes)) == 1:
+            return self._torch.distributed.all_gather(tensors, tensor, group=group, async_op=async_op)
+        assert not async_op, "no caller waits for it"
+        longest = max(sizes)
+        sent = tensor.new_zeros((longest, *tensor.shape[1:]))
+        sent[: tensor.shape[0]] = tensor
+        found = [self._torch.empty_like(sent) for _ in sizes]
+        self._torch.distributed.all_gather(found, sent, group=group)
+        for target, whole in zip(tensors, found, strict=True):
+            target.copy_(whole[: target.shape[0]])
+        return None
+
+
 class _Redirect:
     """``torch`` as megatron-core's modules see it: the real one, but for device calls and device names."""
 
@@ -162,6 +187,7 @@ class _Redirect:
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self.cuda = _CpuCalls(torch)
+        self.distributed = _Collectives(torch)
         for name in ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like", "zeros_like"):
             setattr(self, name, _on_cpu(getattr(torch, name), torch))
 
@@ -264,6 +290,13 @@ _CUDA_CALLS = StandIn(
 )
 STAND_INS: tuple[StandIn, ...] = (
     _CUDA_CALLS,
+    StandIn(
+        "uneven-gather",
+        "all_gather of tensors of several sizes, which gloo has not, by one of equal sizes (part of cuda-calls)",
+        "NCCL's own way to do it",
+        ">=0.16.1,<0.17",
+        _redirect_cuda_calls,
+    ),
     StandIn(
         "random-state",
         "the random state of the device by that of the CPU",

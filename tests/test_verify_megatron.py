@@ -1,0 +1,98 @@
+"""`rlctl verify --all` on megatron: every axis alone and in pairs, on real gloo ranks, equals plain Hugging Face code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from rlctl.device import Device
+from rlctl.plugins import load_plugins
+from rlctl.records import EvidenceLevel
+from rlctl.testing.evidence import record_evidence
+from rlctl.verify.report import Report
+from rlctl.verify.request import make_request
+from rlctl.verify.run import Verifier
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed (rlctl-plugin-megatron)")
+pytestmark = pytest.mark.slow
+
+ALWAYS = {"export_names", "export", "loss", "grad_norm", "gradients", "weights", "checkpoint"}
+ADAMW = {"loss_adamw", "grad_norm_adamw", "weights_adamw"}
+HEADS = {"language_model": {"log_probs", "entropy"}, "value_model": {"values"}}
+BOUND = 1e-4
+"""Nothing in float32 may be further from one process than this; weights after AdamW have a bound of their own."""
+
+WANTED: list[dict[str, int]] = [
+    {},
+    {"tp": 2},
+    {"tp": 2, "sp": 1},
+    {"tp": 4},
+    {"pp": 2},
+    {"pp": 4},
+    {"pp": 2, "vpp": 2},
+    {"cp": 2},
+    {"cp": 4},
+    {"dp_shard": 2, "ep": 2},
+    {"dp_shard": 4, "ep": 4},
+    {"tp": 2, "pp": 2, "sp": 1},
+    {"tp": 2, "cp": 2},
+    {"pp": 2, "cp": 2},
+    {"tp": 2, "dp_shard": 2},
+    {"pp": 2, "dp_shard": 2},
+    {"cp": 2, "dp_shard": 2},
+]
+"""What must be among them, whatever --all comes to choose."""
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Report]:
+    root = tmp_path_factory.mktemp("verify")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLCTL_DATA_DIR", str(root / "data"))
+        patch.setenv("RLCTL_CACHE_DIR", str(root / "cache"))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        plugins = load_plugins()
+        with Verifier(plugins) as verifier:
+            yield verifier.run(
+                make_request(plugins, "megatron", Device("cpu"), every=True, nproc=4, record=False, timeout_s=180)
+            )
+
+
+def test_every_topology_equals_one_process(report: Report) -> None:
+    failed = [(c.topology, c.model, c.model_type, c.failures, c.error) for c in report.cases if not c.passed]
+    assert not failed, json.dumps(failed, indent=1, default=str)
+    for case in report.cases:
+        assert set(case.deltas) == ALWAYS | ADAMW | HEADS[case.model_type], case.topology
+        exact = {q: d.value for q, d in case.deltas.items() if q not in ADAMW}
+        assert max(exact.values()) < BOUND, (case.topology, exact)
+        record_evidence(
+            "-".join([*(f"{k}{v}" for k, v in case.topology.items()), case.device, case.model, case.model_type])
+            .replace("tiny:", "")
+            .replace("_", "."),
+            backend="megatron",
+            level=EvidenceLevel.PARITY,
+            axes=case.topology,
+            world_size=case.world_size,
+            device=case.device,
+            model_family=case.model_family,
+            model_type=case.model_type,
+            what="rlctl verify: equal to one process of plain Hugging Face code, float32; SFT, GRPO or value loss, three steps",
+            deltas={q: d.value for q, d in case.deltas.items()},
+            dists=("torch", "transformers", "megatron-core"),
+        )
+
+
+def test_nothing_that_was_promised_is_left_out(report: Report) -> None:
+    ran = [(dict(c.topology), c.model, c.model_type) for c in report.cases]
+    lm = [axes for axes, _, head in ran if head == "language_model"]
+    for wanted in WANTED:
+        assert wanted in lm, wanted
+    moe = [axes for axes, model, _ in ran if "moe" in model]
+    assert any(a.get("tp") == 2 and a.get("ep") == 2 and a.get("sp") for a in moe)
+    assert any(a.get("ep") == 2 and a.get("etp") == 2 for a in moe)
+    values = [axes for axes, _, head in ran if head == "value_model"]
+    assert all(axes in values for axes in ({}, {"tp": 2}, {"pp": 2}, {"cp": 2}))
+    tied = {model for _, model, _ in ran}
+    assert {"tiny:qwen3", "tiny:qwen2"} <= tied  # the first ties its head, the second does not
