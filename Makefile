@@ -43,8 +43,8 @@ test: $(VENV)/.dev
 evidence: $(VENV)/.dev
 	RLCTL_EVIDENCE_DIR=$(CURDIR)/plugins/fsdp/src/rlctl_fsdp/evidence $(BIN)/python -m pytest \
 	  plugins/fsdp/tests/test_fsdp_ranks.py plugins/fsdp/tests/test_fsdp_axes.py tests/test_trainers_rl.py -k 'equal_one_process or evidence'
-	RLCTL_DATA_DIR=$(CURDIR)/plugins/megatron/src/rlctl_megatron OMP_NUM_THREADS=1 \
-	  $(BIN)/rlctl verify --backend megatron --device cpu --all --nproc 4
+	RLCTL_EVIDENCE_DIR=$(CURDIR)/plugins/megatron/src/rlctl_megatron/evidence OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+	  tests/test_verify_megatron.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
