@@ -34,6 +34,7 @@ class Architecture:
         max_positions: longest row that the model was made for.
         num_layers: transformer layers.
         num_experts: 0 for a dense model.
+        padding: id whose row of the embedding is not trained by being looked up; None for none.
     """
 
     model_type: str
@@ -43,6 +44,7 @@ class Architecture:
     max_positions: int
     num_layers: int
     num_experts: int = 0
+    padding: int | None = None
     transformer: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -98,8 +100,15 @@ def read_architecture(config: PretrainedConfig) -> Architecture:
         max_positions=int(config.max_position_embeddings),
         num_layers=int(config.num_hidden_layers),
         num_experts=num_experts,
+        padding=_padding(config),
         transformer=fields,
     )
+
+
+def _padding(config: PretrainedConfig) -> int | None:
+    """The id of ``pad_token_id`` as ``torch.nn.Embedding`` takes it: a negative one counts from the end."""
+    found = getattr(config, "pad_token_id", None)
+    return None if found is None else int(found) % int(config.vocab_size)
 
 
 def _experts(config: PretrainedConfig, num_experts: int) -> dict[str, Any]:

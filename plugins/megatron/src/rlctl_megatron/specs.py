@@ -98,8 +98,23 @@ class ChunkModel(GPTModel):
         if value and last:
             del self.output_layer
             self.value_head = nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
+        self._padding = architecture.padding
+        if first and self._padding is not None:
+            self.embedding.word_embeddings.register_forward_hook(self._keep_padding)
         # As the model's config says, scaled or not; kept in float32 beside weights of lower precision.
         self.rotary_pos_emb.inv_freq = architecture.inv_freq.to(self._device())
+
+    def _keep_padding(self, module: Any, args: tuple[torch.Tensor, ...], found: torch.Tensor) -> torch.Tensor:
+        """What was looked up for the padding token gives its row no gradient, as in transformers; a tied head still does.
+
+        Without it a row with that token in it, as any sampled row may have, trains another embedding, without a word.
+        """
+        if not torch.is_grad_enabled():
+            return found
+        here = (args[0] == self._padding)[..., None]  # [1, T, 1], as found without sp
+        if module.reduce_scatter_embeddings:  # found: [T / tp, 1, D]
+            here = here.transpose(0, 1).chunk(module.tp_group.size())[module.tp_group.rank()]
+        return torch.where(here, found.detach(), found)
 
     def _device(self) -> torch.device:
         return next(self.parameters()).device
