@@ -14,7 +14,7 @@ from megatron_sequence_ranks import bounds_of, draw_batch, sources
 from rlctl.batch import PackedBatch, padding_like
 from rlctl.errors import BatchError
 from rlctl.topology import Topology
-from rlctl_megatron.layout import Laid, check, lay_out
+from rlctl_megatron.layout import Laid, check, lay_out, num_filled
 from rlctl_megatron.mesh import Place
 
 CPU = torch.device("cpu")
@@ -66,6 +66,26 @@ def test_filling_is_what_alignment_asks_for_and_no_more(lengths, cp, tp, sp) -> 
     assert sum(int(one.padding.sum()) for one in _all(batch, cp, tp, sp) if one.padding is not None) == laid.filling
     assert (laid.padding is None) == (laid.filling == 0)
     assert laid.input_ids.shape[1] * cp == sum(rows)
+
+
+@settings(deadline=None, max_examples=100)
+@given(a=LENGTHS, b=LENGTHS, cp=st.sampled_from([1, 2, 4]), tp=st.sampled_from([1, 2, 4]), sp=st.booleans())
+def test_micro_batches_are_filled_to_an_agreed_number_of_tokens(a, b, cp, tp, sp) -> None:
+    batches = [draw_batch(lengths, 50) for lengths in (a, b)]
+    (place, *_) = _places(cp, tp)
+    least = max(num_filled(batch, place, sp) for batch in batches)
+    for batch in batches:
+        alone, filled = lay_out(batch, CPU, place, sp), lay_out(batch, CPU, place, sp, least)
+        assert num_filled(batch, place, sp) == alone.filling + batch.num_items
+        assert filled.input_ids.shape[1] * cp == least == filled.filling + batch.num_items
+        # What the batch itself holds lies where it lay; only the last row is made up, or longer.
+        real = slice(0, len(bounds_of(alone)[: batch.num_rows]))
+        assert bounds_of(filled)[real] == bounds_of(alone)[real]
+        assert torch.equal(filled.predictors, alone.predictors)
+        assert torch.equal(filled.positions, alone.positions)
+        made_up = filled.input_ids.shape[1] - alone.input_ids.shape[1]
+        assert torch.equal(filled.input_ids[:, : alone.input_ids.shape[1]], alone.input_ids)
+        assert made_up == 0 or (filled.padding is not None and bool(filled.padding[0, -made_up:].all()))
 
 
 @settings(deadline=None, max_examples=200)

@@ -4,7 +4,8 @@ With cp ranks every row is filled at its end to a multiple of 2 * cp and cut int
 2 * cp - 1 - r of each row, in that order, so that causal attention costs every rank the same. megatron's rotary embedding
 expects exactly that. Filling follows the row's own tokens, which causal attention therefore never sees it from.
 
-With sequence parallelism the tokens of a rank must divide by tp: one more row, of nothing, makes up the rest.
+With sequence parallelism the tokens of a rank must divide by tp, and experts that gather tokens need as many from every rank:
+one more row, of nothing, makes up the rest.
 
 Shapes: N tokens of the micro-batch, R rows, F tokens of the filled rows, f = F / cp of them on this rank, P scored tokens,
 p of them predicted on this rank.
@@ -79,18 +80,25 @@ def check(batch: PackedBatch, vocab_size: int) -> None:
         )
 
 
-def lay_out(batch: PackedBatch, device: torch.device, place: Place, sp: bool) -> Laid:
+def num_filled(batch: PackedBatch, place: Place, sp: bool) -> int:
+    """F of a micro-batch as :func:`lay_out` fills it by itself."""
+    lengths = np.diff(batch.cu_seqlens.cpu().numpy())
+    return int(filled_lengths(lengths, place.topology.cp, place.topology.tp if sp else 1).sum())
+
+
+def lay_out(batch: PackedBatch, device: torch.device, place: Place, sp: bool, least: int = 0) -> Laid:
     """This rank's part of ``batch``, the same rows on every rank of the replica.
 
     Args:
         sp: activations outside attention are split over tp, so that f must be a multiple of it.
+        least: F is at least so many; :func:`num_filled` of some micro-batch.
     """
     cp, cp_rank = place.topology.cp, place.cp_rank
     starts = batch.cu_seqlens.cpu().numpy()
-    filled = filled_lengths(np.diff(starts), cp, place.topology.tp if sp else 1)
+    filled = filled_lengths(np.diff(starts), cp, place.topology.tp if sp else 1, least)
     bounds = np.concatenate([[0], filled.cumsum()])
     take = zigzag(bounds, cp, cp_rank)
-    # The row made up for sp holds no token of the batch; it repeats the last one.
+    # The row that is made up holds no token of the batch; it repeats the last one.
     row = np.minimum(np.searchsorted(bounds, take, side="right") - 1, batch.num_rows - 1)
     offset = take - bounds[row]
     sources = np.minimum(starts[row] + offset, starts[row + 1] - 1)
@@ -121,18 +129,20 @@ def lay_out(batch: PackedBatch, device: torch.device, place: Place, sp: bool) ->
     )
 
 
-def filled_lengths(lengths: NDArray[np.int64], cp: int, divisor: int) -> NDArray[np.int64]:
+def filled_lengths(lengths: NDArray[np.int64], cp: int, divisor: int, least: int = 0) -> NDArray[np.int64]:
     """``[R]`` lengths of rows -> ``[R]`` or ``[R + 1]`` lengths that cp and sp can split.
 
     Args:
         divisor: of the tokens of one cp rank (tp under sequence parallelism, else 1).
+        least: tokens in all, if those that are needed are fewer; itself a number that cp and sp can split.
     """
     unit = 2 * cp if cp > 1 else 1
     filled = -(-lengths // unit) * unit
     # Of a row of ``unit`` tokens, a cp rank holds two (one without cp).
     per_rank, step = int(filled.sum()) // cp, unit // cp
     missing = next(n for n in range(divisor) if (per_rank + n * step) % divisor == 0)
-    return np.append(filled, missing * unit) if missing else filled
+    more = max(missing * unit, least - int(filled.sum()))
+    return np.append(filled, more) if more else filled
 
 
 def zigzag(bounds: NDArray[np.int64], cp: int, rank: int) -> NDArray[np.int64]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -16,7 +17,7 @@ from rlctl.engine import MicroOutput
 from rlctl.logits import LossFn, LossOutput
 from rlctl.runtime.phases import beat
 from rlctl_megatron.build import Built
-from rlctl_megatron.layout import Laid, lay_out
+from rlctl_megatron.layout import Laid, lay_out, num_filled
 from rlctl_megatron.mesh import Place
 from rlctl_megatron.outputs import detached, on_device, to_micro_output
 from rlctl_megatron.reader import ValueReader, VocabParallelReader, predicting
@@ -51,11 +52,13 @@ def run(
     Gradients are left in each chunk's buffer, of this rank's part alone.
     """
     results: list[tuple[LossOutput, int | None]] = []
-    aligned = place.topology.cp > 1 or built.config.sequence_parallel
+    sp = bool(built.config.sequence_parallel)
+    least = _agreed(micro_batches, built, place)
+    aligned = place.topology.cp > 1 or sp or any(least)
 
-    def forward(data: Iterator[PackedBatch], model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-        batch = next(data)
-        laid = lay_out(batch, place.device, place, sp=built.config.sequence_parallel)
+    def forward(data: Iterator[tuple[PackedBatch, int]], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        batch, num_tokens = next(data)
+        laid = lay_out(batch, place.device, place, sp, num_tokens)
         beat(micro_rows=batch.num_rows, micro_tokens=batch.num_items)
         packed = _on_device(laid.packed) if built.models[0].of_engine else laid.packed
         hidden = model(laid.input_ids, laid.position_ids, None, packed_seq_params=packed)
@@ -70,7 +73,7 @@ def run(
 
     schedule = get_forward_backward_func()
     # Each chunk of an interleaved rank reads the micro-batches for itself.
-    iterators = [iter(micro_batches) for _ in built.wrapped]
+    iterators = [iter(list(zip(micro_batches, least, strict=True))) for _ in built.wrapped]
     many = len(built.wrapped) > 1
     with torch.set_grad_enabled(not forward_only):
         schedule(
@@ -89,6 +92,22 @@ def run(
 def _on_device(packed: PackedSeqParams) -> PackedSeqParams:
     """Bounds as Transformer Engine's kernels read them; ours and the rotary embedding read those on the host."""
     return replace(packed, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None)
+
+
+def _agreed(micro_batches: Sequence[PackedBatch], built: Built, place: Place) -> list[int]:
+    """Tokens that each micro-batch must have at least, where experts gather the tokens of ranks with other rows.
+
+    The all-gather dispatcher takes it for granted that all ranks have as many tokens: with other numbers gloo ends the process
+    and NCCL mixes them up. 0 where nothing is asked for.
+    """
+    t = place.topology
+    if built.config.moe_token_dispatcher_type != "allgather" or not built.config.num_moe_experts or t.ep * t.etp == 1:
+        return [0] * len(micro_batches)
+    sp = bool(built.config.sequence_parallel)
+    counts = torch.tensor([num_filled(b, place, sp) for b in micro_batches], device=place.device)
+    group = parallel_state.get_expert_tensor_and_model_parallel_group()
+    dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=group)
+    return counts.tolist()
 
 
 def _share(results: list[MicroOutput], count: int, place: Place) -> list[MicroOutput]:
