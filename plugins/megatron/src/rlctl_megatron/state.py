@@ -14,7 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.api import CheckpointException
 
 from rlctl.errors import CheckpointError
 from rlctl_megatron.build import Built
@@ -22,6 +24,7 @@ from rlctl_megatron.mesh import Place
 from rlctl_megatron.optim import Stepper
 
 _NUMBERS = "engine.json"
+_KEYS = {"num_steps", "has_moments", "sharded_moments", "optimizer", "sizes"}
 _METADATA = {"distrib_optim_sharding_type": "dp_reshardable"}
 _LAYOUT = ("tp", "pp", "vpp", "cp", "ep", "etp")
 """Axes whose sizes a sharded optimizer's files are bound to."""
@@ -55,13 +58,15 @@ def load_state(path: Path, built: Built, stepper: Stepper, place: Place) -> None
     """
     numbers = _numbers(path)
     _check_fit(numbers, stepper, place)
+    random_state = _read_random_state(path)
     whole = _sharded(built, stepper, loading=True, moments=bool(numbers["has_moments"]))
     try:
         loaded: Any = dist_checkpointing.load(whole, str(path))
-    except (OSError, RuntimeError, ValueError, KeyError, dist_checkpointing.core.CheckpointingException) as error:
+    except (Exception, CheckpointException) as error:
+        # Readers of damaged files raise whatever they stumble over, and what torch gathers from all ranks is no Exception.
         raise CheckpointError(
             "the checkpoint cannot be read",
-            found=f"{path}: {str(error).strip().splitlines()[0]}",
+            found=f"{path}: {_in_one_line(error)}",
             wanted="weights and moments as this model has them",
             next="resume with the model and backend that wrote it",
         ) from error
@@ -79,7 +84,9 @@ def load_state(path: Path, built: Built, stepper: Stepper, place: Place) -> None
     stepper.num_steps = int(numbers["num_steps"])
     stepper.drop_gradients()
     stepper.set_decay()
-    _restore_random_state(path, place.device)
+    torch.set_rng_state(random_state["cpu"])
+    if place.device.type != "cpu" and place.device.type in random_state:
+        torch.get_device_module(place.device).set_rng_state(random_state[place.device.type])
 
 
 def _models(built: Built) -> dict[str, Any]:
@@ -119,15 +126,28 @@ def _sizes(place: Place) -> dict[str, int]:
     return {name: int(getattr(t, name)) for name in (*_LAYOUT, "dp_shard", "dp_replicate")}
 
 
+def _in_one_line(error: BaseException) -> str:
+    """The last line of what an error says (of a quoted traceback, the error itself), and no more than fits a message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[-1] if lines else type(error).__name__
+    return text if len(text) <= 200 else text[:200] + " ..."
+
+
 def _numbers(path: Path) -> dict[str, Any]:
+    problem: Exception | str
     try:
-        return json.loads((path / _NUMBERS).read_text())
+        numbers = json.loads((path / _NUMBERS).read_text())
+        if isinstance(numbers, dict) and numbers.keys() >= _KEYS:
+            return numbers
+        problem = f"{_NUMBERS} does not say {', '.join(sorted(_KEYS))}"
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            "this is no complete checkpoint of megatron",
-            found=f"{path}: {error}",
-            wanted=f"a directory with {_NUMBERS}",
-        ) from error
+        problem = error
+    raise CheckpointError(
+        "this is no complete checkpoint of megatron",
+        found=f"{path}: {problem}",
+        wanted=f"a directory with {_NUMBERS}",
+        next="resume from an earlier checkpoint",
+    )
 
 
 def _check_fit(numbers: dict[str, Any], stepper: Stepper, place: Place) -> None:
@@ -190,11 +210,17 @@ def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
     return state
 
 
-def _restore_random_state(path: Path, device: torch.device) -> None:
+def _read_random_state(path: Path) -> dict[str, torch.Tensor]:
     file = path / f"rng_{dist.get_rank():05d}.safetensors"
-    if not file.is_file():
-        raise CheckpointError("the random state of this rank is missing", found=f"no {file.name}", wanted=str(file))
-    state = load_file(file)
-    torch.set_rng_state(state["cpu"])
-    if device.type != "cpu" and device.type in state:
-        torch.get_device_module(device).set_rng_state(state[device.type])
+    try:
+        state = load_file(file)
+        if "cpu" not in state:
+            raise SafetensorError("it holds no state of the CPU")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            "the random state of this rank cannot be read",
+            found=f"{file.name}: {error}",
+            wanted=str(file),
+            next="resume from an earlier checkpoint",
+        ) from error
+    return state
