@@ -61,10 +61,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def save_model(directory: Path, config: Mapping[str, Any], value: bool = False) -> Path:
+def save_model(directory: Path, config: Mapping[str, Any], value: bool = False, seed: int = 11) -> Path:
     """A directory whose norms are not all ones, nor its biases zeros."""
     with torch.random.fork_rng():
-        torch.manual_seed(11)
+        torch.manual_seed(seed)
         filled = AutoConfig.for_model(**config)
         if value:
             filled.num_labels = 1
@@ -239,7 +239,7 @@ def replaced(where: Any, name: str, value: Any) -> Iterator[None]:
         setattr(where, name, before)
 
 
-def run_ranks(script: str, *arguments: object, world: int = 2, timeout_s: float = 300.0) -> None:
+def run_ranks(script: str, *arguments: object, world: int = 2, timeout_s: float = 600.0) -> None:
     """Run a script beside this file as ``world`` gloo ranks, and fail with their output when one of them does."""
     here = Path(__file__).parent
     with socket.socket() as s:

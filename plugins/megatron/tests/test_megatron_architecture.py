@@ -8,7 +8,6 @@ import re
 from typing import Any
 
 import pytest
-import torch
 from megatron_tiny import CONFIGS, by_transformers, compare, engine_on, one_step, rows, save_model, squares
 from transformers import AutoConfig
 
@@ -161,13 +160,12 @@ KNOWN = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "rms_norm_eps", "max_position_embeddings", "rope_parameters", "sliding_window", "layer_types",
     "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
-    "initializer_range",
+    "initializer_range", "pad_token_id",
     # refused where they change the model
     "hidden_act", "attention_bias", "mlp_bias", "attention_dropout", "router_jitter_noise", "output_router_logits",
     "mlp_only_layers", "decoder_sparse_step",
-    # without effect: the row of the embedding whose gradient is left out (asked for below), the weight of a loss that is
-    # refused, how transformers itself computes
-    "pad_token_id", "router_aux_loss_coef", "_attn_implementation", "_experts_implementation",
+    # without effect: the weight of a loss that is refused, how transformers itself computes
+    "router_aux_loss_coef", "_attn_implementation", "_experts_implementation",
 }  # fmt: skip
 
 
@@ -179,20 +177,6 @@ def test_transformers_reads_no_setting_that_is_not_known_here(family) -> None:
     )
     assert "hidden_size" in read, "the source is looked at in the right way"
     assert read <= KNOWN, read - KNOWN
-
-
-def test_a_padding_token_within_the_rows_has_its_gradient(tmp_path) -> None:
-    batch = rows()
-    used = int(batch.items["input_ids"][3])
-    directory = save_model(tmp_path, _small("llama", pad_token_id=used))
-    wanted = by_transformers(directory, batch)
-    with engine_on(directory) as engine:
-        found = one_step(engine, batch)
-    name = "model.embed_tokens.weight"
-    # transformers' embedding gives its padding row no gradient; nothing here is padded, so the token counts.
-    assert float(wanted.gradients[name][used].abs().max()) == 0.0
-    assert float(found.gradients[name][used].abs().max()) > 0.0
-    assert torch.allclose(found.numbers, wanted.numbers, atol=1e-5)
 
 
 @pytest.mark.parametrize(
