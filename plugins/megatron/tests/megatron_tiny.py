@@ -24,7 +24,7 @@ from rlctl.records import BackendKind, ModelType
 from rlctl.topology import resolve
 from rlctl_megatron import standins
 
-standins.prepare("cpu")
+standins.prepare(os.environ.get("MEGATRON_TINY_DEVICE", "cpu"))
 from rlctl_megatron.engine import MegatronEngine  # noqa: E402  (the stand-ins come before megatron-core)
 
 VOCAB = 61
@@ -239,8 +239,12 @@ def replaced(where: Any, name: str, value: Any) -> Iterator[None]:
         setattr(where, name, before)
 
 
-def run_ranks(script: str, *arguments: object, world: int = 2, timeout_s: float = 600.0) -> None:
-    """Run a script beside this file as ``world`` gloo ranks, and fail with their output when one of them does."""
+def run_ranks(script: str, *arguments: object, world: int = 2, device: str = "cpu", timeout_s: float = 600.0) -> None:
+    """Run a script beside this file as ``world`` ranks, and fail with their output when one of them does.
+
+    Args:
+        device: what their process is prepared for: the CPU's stand-ins are not for a process that computes elsewhere.
+    """
     here = Path(__file__).parent
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -251,6 +255,8 @@ def run_ranks(script: str, *arguments: object, world: int = 2, timeout_s: float 
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
+        "MEGATRON_TINY_DEVICE": device,
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")]),
     }
     children = [
