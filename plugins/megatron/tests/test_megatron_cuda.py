@@ -51,8 +51,9 @@ def test_bfloat16_on_a_gpu_trains_float32_main_weights(seen) -> None:
 
 def test_parts_of_a_gpu_wait_on_the_host(seen) -> None:
     home, away = (_part(seen, "offload")[k] for k in ("False", "True"))
-    assert home["norms"] == away["norms"]
-    assert home["sum"] == away["sum"]
+    # Sums whose order is left to the device may differ in their last bits.
+    assert away["norms"] == pytest.approx(home["norms"], rel=1e-4)
+    assert away["sum"] == pytest.approx(home["sum"], rel=1e-3)
     # Weights in bfloat16 (2 bytes), gradients, main weights and two moments in float32 (4 bytes each).
     at_least = 0.9 * (2 + 4 * 4) * home["weights"]
     assert home["resting"] - away["resting"] > at_least
@@ -63,8 +64,8 @@ def test_parts_of_a_gpu_wait_on_the_host(seen) -> None:
 @pytest.mark.parametrize("choice", ["never", "always"])
 def test_a_run_resumed_on_a_gpu_takes_the_same_step(seen, choice) -> None:
     found = _part(seen, "resume")[choice]
-    assert found["grad_norm"] < 1e-6
-    assert found["weights"] < 1e-6
+    assert found["grad_norm"] < 1e-5
+    assert found["weights"] < 5e-5, "far from a rate's 1e-3, which other moments or another step count would show"
 
 
 def test_layers_computed_again_on_a_gpu_have_the_same_gradients(seen) -> None:
