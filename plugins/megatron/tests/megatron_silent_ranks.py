@@ -205,11 +205,12 @@ def run_case(case: Case, scratch: Path) -> dict[str, Any]:
     return asdict(compare(found, replace(wanted, numbers=torch.cat([own[i] for i in mine]))))
 
 
-def run_loud(case: Case, scratch: Path) -> str:
-    """The error of one forward pass."""
+def run_loud(case: Case, without: Callable[[], AbstractContextManager[None]], scratch: Path) -> str:
+    """The error of one forward pass without what the engine has when it is built."""
     with engine_on(scratch / case.model, case.axes, world=2, forward_only=True, **case.settings) as engine:
         try:
-            engine.forward_backward([rows()], nll, forward_only=True)
+            with without():
+                engine.forward_backward([rows()], nll, forward_only=True)
         except (NameError, TypeError, RuntimeError) as error:
             return f"{type(error).__name__}: {error}"
     return ""
@@ -256,8 +257,7 @@ def main(scratch: Path) -> None:
         with mistake.without():
             out["mistakes"][name] = run_case(CASES[mistake.case], scratch)
     for name, (case, without) in LOUD.items():
-        with without():
-            out["loud"][name] = run_loud(CASES[case], scratch)
+        out["loud"][name] = run_loud(CASES[case], without, scratch)
     (scratch / f"rank{dist.get_rank()}.json").write_text(json.dumps(out))
     dist.barrier()
     dist.destroy_process_group()
