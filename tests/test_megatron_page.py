@@ -107,5 +107,7 @@ def test_each_guard_has_its_test() -> None:
 
 def test_what_the_page_says_of_cuda_is_what_ships() -> None:
     folder = PLUGIN / "src" / "rlctl_megatron" / "evidence"
-    devices = {json.loads(p.read_text(encoding="utf-8"))["device"] for p in folder.glob("*.json")}
-    assert ("On CUDA no record ships" in PAGE) is ("cuda" not in devices)
+    records = [json.loads(p.read_text(encoding="utf-8")) for p in folder.glob("*.json")]
+    proved = {tuple(sorted(r["axes"])) for r in records if r["device"] == "cuda"}
+    assert proved == {(), ("dp_shard",), ("tp",), ("sp", "tp"), ("pp",), ("cp",)}
+    assert "one process, and over NCCL two ranks\nwith dp_shard, tp, tp with sp, pp and cp" in PAGE

@@ -68,9 +68,9 @@ def test_every_topology_equals_one_process(report: Report) -> None:
         exact = {q: d.value for q, d in case.deltas.items() if q not in ADAMW}
         assert max(exact.values()) < BOUND, (case.topology, exact)
         record_evidence(
-            "-".join([*(f"{k}{v}" for k, v in case.topology.items()), case.device, case.model, case.model_type])
-            .replace("tiny:", "")
-            .replace("_", "."),
+            "-".join(
+                [*(f"{k}{v}" for k, v in case.topology.items()), case.device, case.model, case.model_type]
+            ).replace("tiny:", ""),
             backend="megatron",
             level=EvidenceLevel.PARITY,
             axes=case.topology,

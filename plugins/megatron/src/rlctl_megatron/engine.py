@@ -31,7 +31,7 @@ from rlctl_megatron.mesh import Place
 from rlctl_megatron.offload import Whereabouts
 from rlctl_megatron.optim import Stepper
 from rlctl_megatron.source import DrawnSource, FileSource, Source
-from rlctl_megatron.standins import building
+from rlctl_megatron.standins import building, name_router_gemm
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -77,6 +77,8 @@ class MegatronEngine:
         settings = build.transformer_config(architecture, place, config, dtype)
         family = family_of(hf.to_dict(), head)
         check_split(family, self._topology)
+        if architecture.num_experts:
+            name_router_gemm()
         with building(place.device.type):
             chunks = build.build_chunks(architecture, family, place, settings, engine=engine)
         distributed = self._distributed_optimizer(optimizer or {})

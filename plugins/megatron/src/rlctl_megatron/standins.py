@@ -234,8 +234,11 @@ def _use_cpu_random_state() -> None:
 
 
 # ---- names and types --------------------------------------------------------------------------------------------
-def _name_expert_gemm() -> None:
-    """Without Transformer Engine the router's matrix product asks for a name that the module never defined."""
+def name_router_gemm() -> None:
+    """Without Transformer Engine the router's matrix product asks for a name that the module never defined.
+
+    On a GPU too: the engine calls this wherever a model has experts.
+    """
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -309,7 +312,7 @@ STAND_INS: tuple[StandIn, ...] = (
         "te_general_gemm, a name that megatron-core 0.16 leaves undefined without Transformer Engine",
         "the router's product by Transformer Engine",
         ">=0.16.1,<0.17",
-        _name_expert_gemm,
+        name_router_gemm,
     ),
     StandIn(
         "split-sizes",
