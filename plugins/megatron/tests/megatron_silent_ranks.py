@@ -126,6 +126,18 @@ def _no_gemm_name() -> Iterator[None]:
         moe_utils.te_general_gemm = held  # type: ignore[attr-defined]
 
 
+def _experts_as_copies() -> AbstractContextManager[None]:
+    """Experts are taken for weights that all data parallel ranks have alike, as megatron-core does unless ep > 1."""
+    whole = build._mark_split
+
+    def marked(chunk: Any, *rest: Any) -> None:
+        whole(chunk, *rest)
+        for weight in chunk.module.parameters():
+            weight.allreduce = True
+
+    return replaced(build, "_mark_split", marked)
+
+
 def _nothing(*_: Any, **__: Any) -> None: ...
 
 
@@ -170,6 +182,12 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "gradients averaged over context parallel ranks": Mistake(
         "cp2", lambda: _flags(calculate_per_token_loss=False), "grad_norm", ("numbers",)
+    ),
+    "shards of experts summed over data parallel ranks": Mistake(
+        "etp2", _experts_as_copies, "gradients", ("loss", "numbers")
+    ),
+    "experts not summed over the ranks that hold them": Mistake(
+        "tp2 sp experts", _experts_as_copies, "gradients", ("loss", "numbers")
     ),
     "probabilities of the chosen experts alone": Mistake(
         "ep2 shares of all", lambda: _flags(moe_router_pre_softmax=False), "numbers"

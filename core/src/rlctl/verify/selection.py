@@ -78,9 +78,9 @@ def choose_all(
     """The choices of ``--all``, sorted by the number of ranks, and the rules that left others out.
 
     Experts are spread (ep, etp) in mixtures of experts alone, and where a backend has these axes, a dense model, if there is
-    one, runs on all the others of more than two ranks in their stead. A head that is not tied runs where embedding and head are split or apart. A
-    value head takes the place of another at the end of the same layers, so it runs in one process and along each axis that
-    takes part in it.
+    one, runs on all the others of more than two ranks in their stead. A head that is not tied runs where embedding and head
+    are split or apart. A value head takes the place of another at the end of the same layers, so it runs in one process and
+    along each axis that takes part in it.
 
     Args:
         models: none for the default ones.

@@ -136,7 +136,8 @@ def _config(model: TinyModel) -> dict[str, Any]:
             **{k: v for k, v in grouped.items() if k != "head_dim"},
             "tie_word_embeddings": False,
         },
-        "qwen3": {"model_type": "qwen3", **grouped, "tie_word_embeddings": True},
+        # Looking a padding token up trains nothing of its row, also where it stands in a row as any other.
+        "qwen3": {"model_type": "qwen3", **grouped, "tie_word_embeddings": True, "pad_token_id": 0},
         "gemma3": {
             "model_type": "gemma3_text",
             **grouped,

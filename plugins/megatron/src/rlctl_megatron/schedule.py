@@ -52,6 +52,7 @@ def run(
     Gradients are left in each chunk's buffer, of this rank's part alone.
     """
     results: list[tuple[LossOutput, int | None]] = []
+    numbers: dict[int, int] = {}  # micro-batches that each chunk has begun
     sp = bool(built.config.sequence_parallel)
     least = _agreed(micro_batches, built, place)
     aligned = place.topology.cp > 1 or sp or any(least)
@@ -59,7 +60,13 @@ def run(
     def forward(data: Iterator[tuple[PackedBatch, int]], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch, num_tokens = next(data)
         laid = lay_out(batch, place.device, place, sp, num_tokens)
-        beat(micro_rows=batch.num_rows, micro_tokens=batch.num_items)
+        numbers[id(model)] = number = numbers.get(id(model), 0) + 1
+        beat(
+            micro_batch=number,
+            micro_batches=len(micro_batches),
+            micro_rows=batch.num_rows,
+            micro_tokens=batch.num_items,
+        )
         packed = _on_device(laid.packed) if built.models[0].of_engine else laid.packed
         hidden = model(laid.input_ids, laid.position_ids, None, packed_seq_params=packed)
 
