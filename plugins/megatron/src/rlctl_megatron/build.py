@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,7 +144,8 @@ def build_chunks(
     """
     t = place.topology
     # The tracker of random states must know its names, though nothing here draws from them.
-    model_parallel_cuda_manual_seed(0, force_reset_rng=True)
+    with _random_state_kept(place.device):
+        model_parallel_cuda_manual_seed(0, force_reset_rng=True)
     chunks: list[Chunk] = []
     for number in range(t.vpp):
         stage = number if t.vpp > 1 else None
@@ -163,6 +165,19 @@ def build_chunks(
         chunks.append(Chunk(module, layers, first, last))
         _mark_split(chunks[-1], family, place)
     return chunks
+
+
+@contextlib.contextmanager
+def _random_state_kept(device: torch.device) -> Iterator[None]:
+    """megatron's tracker seeds the process; whoever draws after an engine was built must not see that."""
+    accelerator = None if device.type == "cpu" else torch.get_device_module(device)
+    before, there = torch.get_rng_state(), None if accelerator is None else accelerator.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
+        if accelerator is not None and there is not None:
+            accelerator.set_rng_state(there)
 
 
 def _mark_split(chunk: Chunk, family: Family, place: Place) -> None:
@@ -198,3 +213,12 @@ def wrap(chunks: Sequence[Chunk], config: TransformerConfig, *, train: bool, dis
             for i, m in enumerate(modules)
         ]
     return Built(chunks, modules, config)
+
+
+def let_go(built: Built) -> None:
+    """Undo the circle of gradient nodes and buffers, through which Python's collector cannot see: model and groups of an
+    engine that has ended would stay for ever."""
+    for module in built.wrapped:
+        nodes = getattr(module, "grad_accs", None)
+        if nodes is not None:
+            nodes.clear()  # type: ignore[operator]

@@ -148,7 +148,13 @@ class MegatronEngine:
         self._host.model_in(built)
         for module in built.wrapped:
             module.train(self._train and not forward_only)
-        outputs = schedule.run(built, self._place, self._head, micro_batches, loss_fn, forward_only=forward_only)
+        try:
+            outputs = schedule.run(built, self._place, self._head, micro_batches, loss_fn, forward_only=forward_only)
+        except BaseException:
+            # What a part of the micro-batches left must not be added to the next call's.
+            if self._stepper is not None and not forward_only:
+                self._stepper.drop_gradients()
+            raise
         if forward_only:
             self._host.rest(built, self._stepper)
         else:
@@ -178,7 +184,10 @@ class MegatronEngine:
         try:
             # What is rounded anyway need not be gathered from the optimizer first.
             value_of = self._mains.whole if wanted is torch.float32 else None
-            yield from export_weights(built.chunks, self._family, self._place, wanted, value_of)
+            away = self._config.param_offload or self._config.optimizer_offload
+            for name, tensor in export_weights(built.chunks, self._family, self._place, wanted, value_of):
+                # Storages that go back to the host at the end are not handed out.
+                yield name, tensor.clone() if away else tensor
         finally:
             self._host.rest(built, self._stepper)
 
@@ -221,7 +230,10 @@ class MegatronEngine:
     @hookimpl
     def rlctl_shutdown(self) -> bool:
         """See :class:`rlctl.hookspecs.EngineSpecs`."""
+        if self._built is not None:
+            build.let_go(self._built)
         self._built = self._stepper = None
+        self._mains = MainWeights(None)
         if not self._left:
             self._left = True
             mesh.leave(self._place)

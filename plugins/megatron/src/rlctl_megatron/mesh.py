@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch._C._distributed_c10d import HashStore
 
 from rlctl.engine import MeshInfo
@@ -56,8 +58,8 @@ class Place:
     data_group: dist.ProcessGroup | None = None
 
 
-_layout: tuple[Topology, int] | None = None
-"""(sizes, engines that use them) of this process's groups."""
+_layout: tuple[Topology, int, bool] | None = None
+"""Of this process's groups: sizes, engines that use them, and whether one of these made the group of all ranks."""
 
 
 def settle(topology: Topology, settings: Mapping[str, Any], timeout_s: float) -> tuple[MeshInfo, Place]:
@@ -78,7 +80,12 @@ def settle(topology: Topology, settings: Mapping[str, Any], timeout_s: float) ->
         )
     device = _device(str(settings.get("device", "cpu")), topology.world_size)
     owns = _join(topology.world_size, device, timeout_s)
-    _share_groups(topology, timeout_s)
+    try:
+        _share_groups(topology, timeout_s, owns)
+    except BaseException:
+        if owns:
+            dist.destroy_process_group()
+        raise
     rank = dist.get_rank()
     place = _place(topology, device, owns)
     # Core works ranks out from its own order; megatron is asked, so that a change of either is seen.
@@ -105,25 +112,26 @@ def leave(place: Place) -> None:
     global _layout
     if _layout is None:
         return
-    sizes, users = _layout
+    sizes, users, made_world = _layout
     if users > 1:
-        _layout = (sizes, users - 1)
+        _layout = (sizes, users - 1, made_world)
         return
     _layout = None
     made = [g for g in parallel_state._global_process_group_list or () if g is not None]
     parallel_state.destroy_model_parallel()
     # megatron only forgets its groups, about thirty of them, each with threads and, on a GPU, memory.
+    RotaryEmbedding.forward.cache_clear()  # it keeps modules of every engine, and so their groups
     gc.collect()  # modules in cycles hold some
     for group in dict.fromkeys(made):
         dist.destroy_process_group(group)
-    if place.owns_world and dist.is_initialized():
+    if made_world and dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _share_groups(topology: Topology, timeout_s: float) -> None:
+def _share_groups(topology: Topology, timeout_s: float, made_world: bool) -> None:
     global _layout
     if _layout is not None and parallel_state.model_parallel_is_initialized():
-        sizes, users = _layout
+        sizes, users, made_before = _layout
         if sizes != topology:
             raise CapabilityError(
                 "megatron keeps one layout of ranks in a process, and another engine here has a different one",
@@ -131,7 +139,7 @@ def _share_groups(topology: Topology, timeout_s: float) -> None:
                 wanted="the same parallel sizes for every megatron role of a pool",
                 next="give the role a pool of its own (runtime.pools and its pool setting)",
             )
-        _layout = (sizes, users + 1)
+        _layout = (sizes, users + 1, made_before or made_world)
         return
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=topology.tp,
@@ -141,10 +149,10 @@ def _share_groups(topology: Topology, timeout_s: float) -> None:
         expert_model_parallel_size=topology.ep,
         # Without it megatron splits every expert's matrices over tp.
         expert_tensor_parallel_size=topology.etp,
-        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
         create_gloo_process_groups=False,
     )
-    _layout = (topology, 1)
+    _layout = (topology, 1, made_world)
 
 
 def _words(topology: Topology) -> str:

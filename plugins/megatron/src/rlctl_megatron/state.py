@@ -8,12 +8,14 @@ parallel size may change. ``engine.json`` holds the small numbers and what the f
 from __future__ import annotations
 
 import json
+import queue
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
@@ -35,8 +37,16 @@ def save_state(path: Path, built: Built, stepper: Stepper, place: Place) -> None
     path.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     whole = _sharded(built, stepper, loading=False, moments=_has_moments(stepper))
-    dist_checkpointing.save(whole, str(path))
+    # Made by megatron-core it lives in a process of its own, which runs the user's main module again and stays. A save that is
+    # waited for puts and gets in this process.
+    filesystem_async._results_queue = queue.Queue()
+    try:
+        dist_checkpointing.save(whole, str(path))
+    finally:
+        filesystem_async._results_queue = None
     save_file(_random_state(place.device), path / f"rng_{dist.get_rank():05d}.safetensors")
+    if mains := _mains(built, stepper):
+        save_file(mains, path / f"mains_{dist.get_rank():05d}.safetensors")
     if dist.get_rank() == 0:
         numbers = {
             "num_steps": stepper.num_steps,
@@ -80,13 +90,47 @@ def load_state(path: Path, built: Built, stepper: Stepper, place: Place) -> None
         for part in stepper.parts():
             if part.optimizer is not None:
                 part.optimizer.state.clear()
-        stepper.optimizer.reload_model_params()
+        stepper.num_steps = int(numbers["num_steps"])
+        _restore_mains(path, built, stepper)
     stepper.num_steps = int(numbers["num_steps"])
     stepper.drop_gradients()
     stepper.set_decay()
     torch.set_rng_state(random_state["cpu"])
     if place.device.type != "cpu" and place.device.type in random_state:
         torch.get_device_module(place.device).set_rng_state(random_state[place.device.type])
+
+
+def _mains(built: Built, stepper: Stepper) -> dict[str, torch.Tensor]:
+    """Main weights of this rank that are not the module's own, where they come into no other file: with moments they do."""
+    if not built.config.bf16 or _has_moments(stepper):
+        return {}
+    return {
+        f"{p}.{g}.{w}": weight.detach().contiguous()
+        for p, part in enumerate(stepper.parts())
+        if part.optimizer is not None
+        for g, group in enumerate(part.optimizer.param_groups)
+        for w, weight in enumerate(group["params"])
+    }
+
+
+def _restore_mains(path: Path, built: Built, stepper: Stepper) -> None:
+    """Main weights as they were, not as the module's rounded ones would give them again."""
+    wanted = _mains(built, stepper) if built.config.bf16 else {}
+    if not wanted:
+        stepper.optimizer.reload_model_params()
+        return
+    file = path / f"mains_{dist.get_rank():05d}.safetensors"
+    found = load_file(file) if file.is_file() else {}
+    if {k: v.shape for k, v in found.items()} != {k: v.shape for k, v in wanted.items()}:
+        raise CheckpointError(
+            "the checkpoint's float32 main weights do not fit",
+            found=f"{file.name} with {len(found)} of {len(wanted)} weights",
+            wanted="main weights of the same ranks, sizes and optimizer",
+            next="resume with the parallel sizes that wrote it",
+        )
+    with torch.no_grad():
+        for name, weight in wanted.items():
+            weight.copy_(found[name])
 
 
 def _models(built: Built) -> dict[str, Any]:
