@@ -95,9 +95,12 @@ def test_a_call_that_fails_adds_nothing_to_the_next(directory: Path) -> None:
     assert after == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("distributed", ["never", "always"])
-def test_an_engine_that_has_ended_is_gone(directory: Path, tmp_path: Path, distributed: str) -> None:
+def test_an_engine_that_has_ended_is_gone(tmp_path: Path, family: str, distributed: str) -> None:
     """megatron-core ties gradient nodes and buffers into a circle, and keeps rotary embeddings in a cache."""
+    experts = 4 if family == "qwen3_moe" else 0
+    directory = tiny.write_tiny(tiny.TinyModel(family=family, num_experts=experts), tmp_path / "model")
     threads = []
     for number in range(2):
         provider = MegatronEngine()

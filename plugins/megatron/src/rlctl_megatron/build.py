@@ -216,8 +216,14 @@ def wrap(chunks: Sequence[Chunk], config: TransformerConfig, *, train: bool, dis
 
 
 def let_go(built: Built) -> None:
-    """Undo the circle of gradient nodes and buffers, through which Python's collector cannot see: model and groups of an
-    engine that has ended would stay for ever."""
+    """Undo the circles of gradient nodes and buffers, through which Python's collector cannot see: model and groups of an
+    engine that has ended would stay for ever. A dispatcher of experts keeps a part of the last graph, and so its nodes."""
+    for model in built.models:
+        for module in model.modules():
+            for holder in (module, getattr(module, "token_dispatcher", None)):
+                kept = vars(holder) if holder is not None else {}
+                for name in [k for k, v in kept.items() if isinstance(v, torch.Tensor) and v.grad_fn is not None]:
+                    kept[name] = None
     for module in built.wrapped:
         nodes = getattr(module, "grad_accs", None)
         if nodes is not None:
