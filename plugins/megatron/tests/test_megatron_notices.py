@@ -45,7 +45,7 @@ def test_importing_the_engine_warns_of_nothing_that_is_not_known() -> None:
 @pytest.mark.parametrize(
     ("message", "category", "module"),
     [
-        ("Apex is not installed. Falling back", UserWarning, "another.library"),
+        ("Apex is not installed. Falling back", UserWarning, "another.package"),
         ("Apex is not installed. Falling back", RuntimeWarning, "megatron.core.optimizer"),
         ("loss is not finite", UserWarning, "megatron.core.optimizer"),
         ("`load_state_dict` is deprecated", FutureWarning, "torch.optim.adamw"),
