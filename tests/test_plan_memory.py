@@ -23,6 +23,7 @@ from rlctl.config.schema import RunConfig
 from rlctl.engine import Engine
 from rlctl.generation import GenerateRequest, SamplingParams
 from rlctl.microbatch import MicroBatchPlan
+from rlctl.parts import reader
 from rlctl.plan.activations import Precision
 from rlctl.plan.budget import engine_load, engine_setting
 from rlctl.plan.generation import RolloutMemory
@@ -31,7 +32,7 @@ from rlctl.plan.shapes import ModelShape, model_shape
 from rlctl.plan.training import TrainMemory
 from rlctl.records import BackendKind
 from rlctl.topology import Topology
-from rlctl_fsdp import place, reader
+from rlctl_fsdp import place
 from rlctl_fsdp.engine import FSDPEngine
 from rlctl_fsdp.rollout import HFRollout
 from rlctl_fsdp.runners import StaticRunner

@@ -21,8 +21,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 import rlctl_fsdp.engine
 from rlctl.errors import ConfigError
 from rlctl.hookspecs import hookimpl
-from rlctl_fsdp import layout, optim, place, shard, state
-from rlctl_fsdp.module import ScoreJob
+from rlctl.parts import layout
+from rlctl.parts.job import ScoreJob
+from rlctl_fsdp import optim, place, shard, state
 
 FAULT_FILE = "RLCTL_TEST_VERIFY_FAULT_FILE"
 MATRIX = "model.layers.0.mlp.up_proj.weight"

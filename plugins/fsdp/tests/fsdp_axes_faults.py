@@ -17,8 +17,9 @@ from fsdp_helpers import batch_of, build_engine, model_section, nll, rows
 from rlctl.engine import Engine
 from rlctl.errors import RlctlError
 from rlctl.microbatch import MicroBatchPlan
+from rlctl.parts import layout, ulysses
 from rlctl.topology import Topology
-from rlctl_fsdp import inspection, layout, shard, ulysses
+from rlctl_fsdp import inspection, shard
 
 Fault = Callable[[pytest.MonkeyPatch, Engine], None]
 

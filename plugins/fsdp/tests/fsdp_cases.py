@@ -22,8 +22,8 @@ from rlctl.logits import LogitsReader, LossOutput
 from rlctl.microbatch import MicroBatchPlan
 from rlctl.normalizer import item_weights
 from rlctl.normalizer_modes import LossAggMode
+from rlctl.parts.outputs import ALIGNMENT
 from rlctl.topology import Topology
-from rlctl_fsdp.engine import ALIGNMENT
 
 # Large random weights, so that attention matters: at the usual 0.02 a token hardly looks at the others.
 FAMILIES: dict[str, dict[str, Any]] = {

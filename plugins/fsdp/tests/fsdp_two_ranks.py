@@ -18,9 +18,9 @@ from rlctl.engine import Engine
 from rlctl.errors import RlctlError
 from rlctl.microbatch import MicroBatchPlan
 from rlctl.normalizer import item_weights
+from rlctl.parts.outputs import ALIGNMENT
 from rlctl.topology import Topology
 from rlctl_fsdp import build, shard
-from rlctl_fsdp.engine import ALIGNMENT
 
 LENGTHS = (9, 4, 13, 9, 2, 7)
 SPLITS: dict[str, tuple[list[int], list[int]]] = {

@@ -16,10 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlctl.engine import Engine
 from rlctl.generation import Completion, GenerateRequest, SamplingParams, ScoreRequest
+from rlctl.parts.job import Root
 from rlctl.records import BackendKind
 from rlctl.sync import fingerprint_tensor
 from rlctl.topology import Topology
-from rlctl_fsdp.module import Root
 from rlctl_fsdp.rollout import HFRollout
 from rlctl_fsdp.shard import shard
 

@@ -11,9 +11,9 @@ from rlctl.batch import PackedBatch, pack
 from rlctl.engine import Engine
 from rlctl.generation import GenerateRequest, SamplingParams
 from rlctl.microbatch import MicroBatchPlan
+from rlctl.parts.attention import packed_attention
 from rlctl.records import BackendKind
 from rlctl.topology import Topology
-from rlctl_fsdp.attention import packed_attention
 from rlctl_fsdp.engine import FSDPEngine
 from rlctl_fsdp.rollout import HFRollout
 

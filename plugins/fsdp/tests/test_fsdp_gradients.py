@@ -8,7 +8,7 @@ from fsdp_helpers import batch_of, build_engine, gradients, model_section, nll, 
 
 from rlctl.microbatch import MicroBatchPlan
 from rlctl.normalizer import item_weights
-from rlctl_fsdp.reader import FullReader
+from rlctl.parts.reader import FullReader
 
 LENGTHS = (9, 4, 13, 9, 2, 7)
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen2-window", "qwen3", "gemma3", "gemma2", "mistral", "gpt-neox", "olmo2"]

@@ -13,8 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from rlctl.errors import EngineError
 from rlctl.microbatch import MicroBatchPlan
 from rlctl.normalizer import item_weights
-from rlctl_fsdp import attention
-from rlctl_fsdp.head import HeadSpec, probe_head
+from rlctl.parts import attention
+from rlctl.parts.head import HeadSpec, probe_head
 
 _SMALL = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -7,9 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlctl_fsdp import reader as reader_module
-from rlctl_fsdp.head import HeadSpec
-from rlctl_fsdp.reader import ChunkedReader, FullReader, Head
+from rlctl.parts import reader as reader_module
+from rlctl.parts.head import HeadSpec
+from rlctl.parts.reader import ChunkedReader, FullReader, Head
 
 N, D, V = 23, 16, 37
 SPECS = [HeadSpec(), HeadSpec(scale=0.0625), HeadSpec(softcap=3.0), HeadSpec(scale=0.5, softcap=2.0)]

@@ -20,10 +20,10 @@ from fsdp_helpers import (
 from rlctl.batch import PackedBatch, pack, padding_like
 from rlctl.microbatch import MicroBatchPlan
 from rlctl.normalizer import item_weights
-from rlctl_fsdp.attention import packed_attention
-from rlctl_fsdp.layout import lay_out
-from rlctl_fsdp.reader import FullReader
-from rlctl_fsdp.segments import plan_segments
+from rlctl.parts.attention import packed_attention
+from rlctl.parts.layout import lay_out
+from rlctl.parts.reader import FullReader
+from rlctl.parts.segments import plan_segments
 
 
 def _group_batch() -> PackedBatch:

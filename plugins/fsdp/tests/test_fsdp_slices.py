@@ -15,14 +15,14 @@ from fsdp_helpers import CONFIGS, VOCAB, batch_of, build_engine, model_section, 
 from rlctl.batch import PackedBatch, pack
 from rlctl.errors import BatchError, CapabilityError, ConfigError
 from rlctl.microbatch import MicroBatchPlan
+from rlctl.parts import attention, layout
+from rlctl.parts.layout import lay_out
+from rlctl.parts.ulysses import Ulysses, heads_problem
 from rlctl.topology import Topology
-from rlctl_fsdp import attention, layout
-from rlctl_fsdp.agreement import check_heads
 from rlctl_fsdp.engine import FSDPEngine
 from rlctl_fsdp.inspection import row_limit
-from rlctl_fsdp.layout import lay_out
 from rlctl_fsdp.locality import leak_between_rows, mixing_outside_attention
-from rlctl_fsdp.ulysses import Ulysses, heads_problem
+from rlctl_fsdp.place import check_heads
 
 CPU = torch.device("cpu")
 

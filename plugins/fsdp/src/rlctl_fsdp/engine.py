@@ -2,8 +2,8 @@
 
 One rank runs the plain module (under autocast where the computation has a lower precision than the weights); more ranks
 run ``fully_shard`` of each layer, over one dimension or with replicas over two. Both compute packed rows through
-:mod:`rlctl_fsdp.attention` and losses through :mod:`rlctl_fsdp.reader`; with usp each rank computes a slice of them
-(:mod:`rlctl_fsdp.ulysses`).
+:mod:`rlctl.parts.attention` and losses through :mod:`rlctl.parts.reader`; with usp each rank computes a slice of them
+(:mod:`rlctl.parts.ulysses`).
 """
 
 from __future__ import annotations
@@ -23,20 +23,18 @@ from rlctl.engine import EngineInfo, MeshInfo, MicroOutput, StepOutput
 from rlctl.errors import EngineError
 from rlctl.hookspecs import hookimpl
 from rlctl.logits import LossFn
+from rlctl.parts import agreement, attention, layout, offload, ranks
+from rlctl.parts.job import Root, ScoreJob
+from rlctl.parts.outputs import ALIGNMENT, Collected, merge, on_device, to_micro_output
+from rlctl.parts.routing import Routing
 from rlctl.runtime.phases import beat
 from rlctl.topology import Topology
-from rlctl_fsdp import agreement, attention, build, layout, offload, place, shard, state
+from rlctl_fsdp import build, place, shard, state
 from rlctl_fsdp.config import FSDPConfig
 from rlctl_fsdp.export import export_weights
 from rlctl_fsdp.inspection import Inspection, Surroundings, inspect_model
-from rlctl_fsdp.module import Root, ScoreJob
 from rlctl_fsdp.optim import Stepper
-from rlctl_fsdp.outputs import Collected, merge, to_micro_output
 from rlctl_fsdp.phases import phase
-from rlctl_fsdp.routing import Routing
-
-ALIGNMENT = "perf/alignment_tokens"
-"""Metric: tokens that fill packed sequences up to a multiple of usp. They are computed, and count for nothing."""
 
 
 class FSDPEngine:
@@ -70,7 +68,7 @@ class FSDPEngine:
     ) -> EngineInfo:
         """See :class:`rlctl.hookspecs.EngineSpecs`. ``model`` may carry ``seed`` for random weights (default 0)."""
         attention.register()
-        agreement.check_heads(self._topology, model)
+        place.check_heads(self._topology, model)
         device, config = self._place.device, self._config
         master = build.master_dtype(model)
         self._compute = _compute_dtype(config, master, device)
@@ -128,7 +126,7 @@ class FSDPEngine:
         """Whether every rank says yes."""
         if self._place.mesh is None:
             return mine
-        return bool(place.reduce_values([float(mine)], "min", self._place.device)[0])
+        return bool(ranks.reduce_values([float(mine)], "min", self._place.device)[0])
 
     def _notes(self) -> dict[str, str]:
         notes = {
@@ -176,7 +174,16 @@ class FSDPEngine:
             raise EngineError(
                 "this engine was built to score only", found="forward_only=True at its start", wanted="an optimizer"
             )
-        agreement.check_micro_batches(micro_batches, self._seen, self._place, self._mesh.world_size)
+        ulysses = self._place.ulysses
+        agreement.check_micro_batches(
+            micro_batches,
+            lambda batch: layout.check(batch, self._seen.vocab_size, self._seen.longest_row),
+            device=self._place.device,
+            world_size=self._mesh.world_size,
+            sharers=() if ulysses is None else (ulysses.group,),
+            # Rows that are not packed run in as many pieces as the rank with most of them has.
+            same_count=self._seen.packed,
+        )
         pieces = self._pieces(micro_batches)
         with phase("scoring" if forward_only else "forward"):
             self._host.model_in(root)
@@ -206,7 +213,7 @@ class FSDPEngine:
             batch, device, packed=self._seen.packed, share=self._seen.share, ulysses=self._place.ulysses
         )
         job = ScoreJob(
-            layout.on_device(batch, device),
+            on_device(batch, device),
             laid,
             loss_fn,
             self._seen.head,
@@ -234,7 +241,7 @@ class FSDPEngine:
         ]
         if self._mesh.dp_size > 1:
             # Ranks hold rows of different lengths, and each piece is one round of collectives.
-            count = int(place.reduce_values([float(len(pieces))], "max", self._place.device)[0])
+            count = int(ranks.reduce_values([float(len(pieces))], "max", self._place.device)[0])
             filling = layout.zero_weight_like(micro_batches[0])
             pieces = [(None, None, filling)] * (count - len(pieces)) + pieces
         return pieces
@@ -317,7 +324,7 @@ class FSDPEngine:
         """See :class:`rlctl.hookspecs.EngineSpecs`."""
         if self._mesh.dp_size == 1:
             return list(values)
-        return place.reduce_values(list(values), op, self._place.device, self._place.data)
+        return ranks.reduce_values(list(values), op, self._place.device, self._place.data)
 
     @hookimpl
     def rlctl_local_module(self) -> Any:

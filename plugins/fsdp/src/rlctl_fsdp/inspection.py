@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 
 from rlctl.batch import pack
 from rlctl.errors import EngineError
-from rlctl_fsdp import attention
+from rlctl.parts import attention
+from rlctl.parts.head import HeadSpec, decoder_of, head_of, probe_head
+from rlctl.parts.layout import lay_out
+from rlctl.parts.ulysses import Ulysses, assemble
 from rlctl_fsdp.config import FSDPConfig
-from rlctl_fsdp.head import HeadSpec, decoder_of, head_of, probe_head
-from rlctl_fsdp.layout import lay_out
 from rlctl_fsdp.locality import leak_between_rows, mixing_outside_attention
 from rlctl_fsdp.probe import Verdict, probe_packing
-from rlctl_fsdp.ulysses import Ulysses, assemble
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Surroundings:
 
 
 def inspect_model(model: PreTrainedModel, config: FSDPConfig, where: Surroundings) -> Inspection:
-    """Run the probes of :mod:`rlctl_fsdp.head`, :mod:`rlctl_fsdp.probe` and :mod:`rlctl_fsdp.locality` on whole weights.
+    """Run the probes of :mod:`rlctl.parts.head`, :mod:`rlctl_fsdp.probe` and :mod:`rlctl_fsdp.locality` on whole weights.
 
     Raises:
         EngineError: ``attention: packed`` was asked for and the model does not keep packed rows apart; or rows are to be

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from rlctl_fsdp import attention
+from rlctl.parts import attention
 
 NAME = "rlctl_token_local"
 _TOKENS = 29

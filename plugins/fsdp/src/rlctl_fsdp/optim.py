@@ -41,6 +41,11 @@ class Stepper:
         self.optimizer = _optimizer([g for g in groups if g["params"]], settings)
 
     @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The one that holds moments."""
+        return [self.optimizer]
+
+    @property
     def lr(self) -> float:
         """Learning rate of the next step."""
         return float(self._settings.get("lr", 1e-6)) * lr_factor(self.num_steps, self._settings)

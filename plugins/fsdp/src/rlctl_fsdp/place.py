@@ -7,8 +7,6 @@ same rows. Weights are sharded over dp_shard x usp together, so no axis but dp_r
 from __future__ import annotations
 
 import datetime
-import importlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,17 +14,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rlctl import constraints
 from rlctl.engine import MeshInfo
-from rlctl.errors import CapabilityError, ConfigError, EngineError
+from rlctl.errors import CapabilityError, ConfigError
+from rlctl.hf_config import load_config
+from rlctl.parts import ranks
+from rlctl.parts.ulysses import Ulysses
 from rlctl.topology import Topology
 from rlctl_fsdp.config import FSDPConfig
-from rlctl_fsdp.ulysses import Ulysses
 
 _AXES = ("dp_replicate", "dp_shard", "usp")
-_COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 
 
 @dataclass(frozen=True)
@@ -73,9 +72,9 @@ def settle(topology: Topology, settings: Mapping[str, Any]) -> tuple[MeshInfo, P
             next="set engine.attention=auto",
         )
     world = topology.world_size
-    device = _device(str(settings.get("device", "cpu")), world)
+    device = ranks.take_device("fsdp2", str(settings.get("device", "cpu")), world)
     sharded = world > 1 or config.wrap == "always"
-    owns = _join(world, device, config.collective_timeout_s) if sharded else False
+    owns = ranks.join(world, device, config.collective_timeout_s) if sharded else False
     rank = dist.get_rank() if sharded else 0
     place = Place(device, None, owns)
     if sharded:
@@ -107,16 +106,16 @@ def _grid(
     accelerator costs memory.
     """
     replicate, shard, usp = sizes
-    ranks = torch.arange(replicate * shard * usp)
+    order = torch.arange(replicate * shard * usp)
     if replicate == 1:
         mesh = init_device_mesh(device_type, (shard * usp,), mesh_dim_names=("dp_shard",))
     else:
-        grid = ranks.view(replicate, shard * usp)
+        grid = order.view(replicate, shard * usp)
         groups = [_subgroup(grid.T, timeout_s), _subgroup(grid, timeout_s)]
         mesh = DeviceMesh.from_group(groups, device_type, grid, mesh_dim_names=("dp_replicate", "dp_shard"))
     if usp == 1:
         return mesh, None, None
-    rows = ranks.view(-1, usp)
+    rows = order.view(-1, usp)
     return mesh, _subgroup(rows.T, timeout_s), _subgroup(rows, timeout_s)
 
 
@@ -128,82 +127,27 @@ def _subgroup(rows: torch.Tensor, timeout_s: float) -> dist.ProcessGroup:
     return mine
 
 
+def check_heads(topology: Topology, model: Mapping[str, Any]) -> None:
+    """Compare the heads in a model's config with usp, before any weight is read.
+
+    Raises:
+        CapabilityError: the ranks cannot share them; names the nearest sizes that fit.
+    """
+    if topology.usp == 1:
+        return
+    facts = constraints.ModelFacts.from_config(load_config(model).to_dict())
+    broken = constraints.check("heads_divisible_by_usp", topology, facts)
+    if broken is not None:
+        raise CapabilityError(
+            f"this model cannot be split over usp={topology.usp}",
+            found=broken.found,
+            wanted=broken.words,
+            next=f"set {' or '.join(f'parallel.{n}' for n in broken.nearest) or 'parallel.usp=1'}",
+        )
+
+
 def leave(place: Place) -> None:
     """Let go of the groups of the grid, and destroy the process group if it was made here."""
     _grid.cache_clear()
     if place.owns_group and dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _device(name: str, world: int) -> torch.device:
-    kind = name.partition(":")[0]
-    if kind == "cpu":
-        return torch.device("cpu")
-    if kind == "npu":
-        # torch has no such device type until Ascend's adapter has registered it.
-        try:
-            importlib.import_module("torch_npu")
-        except ImportError as error:
-            raise CapabilityError(
-                "device npu needs torch_npu", found=str(error), next="pip install torch_npu"
-            ) from error
-    if kind not in _COLLECTIVES:
-        raise CapabilityError("fsdp2 knows no such device", found=name, wanted=", ".join(_COLLECTIVES))
-    wanted = torch.device(name)
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found is None or found.type != wanted.type:
-        raise CapabilityError(
-            f"this process has no {wanted.type} device",
-            found=found.type if found else "cpu only",
-            wanted=wanted.type,
-            next="set trainer.device=cpu, or run `rlctl doctor` to see what is installed",
-        )
-    if wanted.index is not None:
-        index = wanted.index
-    else:
-        index = int(os.environ.get("LOCAL_RANK", "0")) if world > 1 else torch.accelerator.current_device_index()
-    torch.accelerator.set_device_index(index)
-    return torch.device(wanted.type, index)
-
-
-def _join(world: int, device: torch.device, timeout_s: float) -> bool:
-    """Use the process group that is there, or make one; True when it was made here."""
-    if dist.is_initialized():
-        if dist.get_world_size() != world:
-            raise EngineError(
-                "the process group has another size than the topology",
-                found=f"{dist.get_world_size()} ranks",
-                wanted=f"{world} ranks",
-            )
-        return False
-    timeout = datetime.timedelta(seconds=timeout_s)
-    backend = _COLLECTIVES[device.type]
-    if world == 1:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-        return True
-    missing = [k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
-    if missing:
-        raise EngineError(
-            f"{world} ranks are asked for, but nothing launched them",
-            found=f"no {', '.join(missing)} in the environment",
-            wanted="the environment that torchrun or `rlctl train --nproc` sets",
-            next=f"start with --nproc {world}",
-        )
-    if int(os.environ["WORLD_SIZE"]) != world:
-        raise EngineError(
-            "the launcher started another number of ranks than the topology has",
-            found=f"WORLD_SIZE={os.environ['WORLD_SIZE']}",
-            wanted=str(world),
-        )
-    dist.init_process_group(backend, timeout=timeout)
-    return True
-
-
-def reduce_values(
-    values: list[float], op: str, device: torch.device, group: dist.ProcessGroup | None = None
-) -> list[float]:
-    """Reduce numbers over ``group`` (None: all ranks) in float64. ``op`` is ``sum``, ``max`` or ``min``."""
-    ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-    tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, op=ops[op], group=group)
-    return tensor.tolist()

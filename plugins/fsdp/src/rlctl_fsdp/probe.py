@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from rlctl_fsdp import attention
+from rlctl.parts import attention
 
 PROMPT = 5
 """Tokens of the probe's prompts."""

@@ -21,12 +21,12 @@ from rlctl.errors import EngineError
 from rlctl.generation import Completion, GenerateRequest, ScoreRequest, TokenScores
 from rlctl.hf_config import load_config, starts_random
 from rlctl.hookspecs import hookimpl
+from rlctl.parts.job import Root
 from rlctl.sync import fingerprint_tensor
 from rlctl.topology import Topology
 from rlctl_fsdp.build import build_empty
 from rlctl_fsdp.decoding import decode
 from rlctl_fsdp.generation_mode import generation_mode
-from rlctl_fsdp.module import Root
 from rlctl_fsdp.rollout_config import HFRolloutConfig
 from rlctl_fsdp.rollout_probe import choose_runner
 from rlctl_fsdp.rollout_weights import (

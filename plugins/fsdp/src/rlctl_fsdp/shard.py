@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from rlctl.errors import EngineError, RlctlError
-from rlctl_fsdp.module import Root
+from rlctl.parts.job import Root
 
 
 def find_layers(model: PreTrainedModel) -> list[nn.Module]:

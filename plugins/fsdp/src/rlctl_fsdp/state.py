@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from rlctl.errors import CheckpointError
+from rlctl.parts.job import Root
 from rlctl_fsdp.export import persistent_tensors
-from rlctl_fsdp.module import Root
 from rlctl_fsdp.optim import Stepper
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")

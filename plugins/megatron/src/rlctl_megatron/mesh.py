@@ -9,10 +9,8 @@ stage as etp x ep x expert data parallel.
 
 from __future__ import annotations
 
-import datetime
 import gc
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,14 +19,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from torch._C._distributed_c10d import HashStore
 
 from rlctl.engine import MeshInfo
-from rlctl.errors import CapabilityError, EngineError
+from rlctl.errors import CapabilityError
+from rlctl.parts import ranks
 from rlctl.topology import Topology
 
 AXES = ("dp_shard", "tp", "sp", "pp", "vpp", "cp", "ep", "etp")
-_COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+_DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -78,8 +76,8 @@ def settle(topology: Topology, settings: Mapping[str, Any], timeout_s: float) ->
             wanted=", ".join(AXES),
             next="`rlctl capabilities` shows which backend has the axis",
         )
-    device = _device(str(settings.get("device", "cpu")), topology.world_size)
-    owns = _join(topology.world_size, device, timeout_s)
+    device = ranks.take_device("megatron", str(settings.get("device", "cpu")), topology.world_size, _DEVICES)
+    owns = ranks.join(topology.world_size, device, timeout_s)
     try:
         _share_groups(topology, timeout_s, owns)
     except BaseException:
@@ -179,53 +177,3 @@ def _place(topology: Topology, device: torch.device, owns: bool) -> Place:
         etp_group=group(topology.etp, parallel_state.get_expert_tensor_parallel_group()),
         data_group=group(topology.dp_size, parallel_state.get_data_parallel_group()),
     )
-
-
-def _device(name: str, world: int) -> torch.device:
-    kind = name.partition(":")[0]
-    if kind == "cpu":
-        return torch.device("cpu")
-    if kind not in _COLLECTIVES:
-        raise CapabilityError("megatron runs on no such device", found=name, wanted=", ".join(_COLLECTIVES))
-    if not (torch.accelerator.is_available() and torch.accelerator.current_accelerator() == torch.device(kind)):
-        raise CapabilityError(
-            f"this process has no {kind} device",
-            found="cpu only",
-            wanted=kind,
-            next="set trainer.device=cpu, or run `rlctl doctor` to see what is installed",
-        )
-    here = torch.accelerator.current_device_index()
-    wanted = torch.device(name).index
-    index = wanted if wanted is not None else int(os.environ.get("LOCAL_RANK", "0")) if world > 1 else here
-    torch.accelerator.set_device_index(index)
-    return torch.device(kind, index)
-
-
-def _join(world: int, device: torch.device, timeout_s: float) -> bool:
-    """Use the process group that is there, or make one; True when it was made here."""
-    if dist.is_initialized():
-        if dist.get_world_size() != world:
-            raise EngineError(
-                "the process group has another size than the topology",
-                found=f"{dist.get_world_size()} ranks",
-                wanted=f"{world} ranks",
-            )
-        return False
-    timeout = datetime.timedelta(seconds=timeout_s)
-    backend = _COLLECTIVES[device.type]
-    if world == 1:
-        # megatron-core has no path without a process group.
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-        return True
-    missing = [k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
-    if missing or int(os.environ["WORLD_SIZE"]) != world:
-        raise EngineError(
-            f"{world} ranks are asked for, but the launcher started others",
-            found=f"no {', '.join(missing)} in the environment"
-            if missing
-            else f"WORLD_SIZE={os.environ['WORLD_SIZE']}",
-            wanted="the environment that `rlctl train --nproc` or torchrun sets",
-            next=f"start with --nproc {world}",
-        )
-    dist.init_process_group(backend, timeout=timeout)
-    return True

@@ -15,11 +15,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from rlctl.batch import PackedBatch
 from rlctl.engine import MicroOutput
 from rlctl.logits import LossFn, LossOutput
+from rlctl.parts.outputs import detached, on_device, to_micro_output
 from rlctl.runtime.phases import beat
 from rlctl_megatron.build import Built
 from rlctl_megatron.layout import Laid, lay_out, num_filled
 from rlctl_megatron.mesh import Place
-from rlctl_megatron.outputs import detached, on_device, to_micro_output
 from rlctl_megatron.reader import ValueReader, VocabParallelReader, predicting
 from rlctl_megatron.specs import ChunkModel
 from rlctl_megatron.token_stats import VocabShard

@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from rlctl.logits import LogitsReader
-from rlctl_fsdp.layout import Layout
-from rlctl_fsdp.ulysses import assemble
+from rlctl.parts.layout import Layout
+from rlctl.parts.ulysses import assemble
 
 
 class Routing:

@@ -1,8 +1,9 @@
-"""Losses and per-item results back in the order of the caller's micro-batches."""
+"""Between core's batches and numbers and the device's tensors; results in the order of the caller's micro-batches."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -13,6 +14,18 @@ from rlctl.logits import LossOutput
 
 Collected: TypeAlias = "tuple[list[int] | None, PackedBatch, LossOutput]"
 """(rows of the micro-batch or None for all, the batch that ran, what the loss returned, without its graph)."""
+
+ALIGNMENT = "perf/alignment_tokens"
+"""Metric: tokens that fill rows up to what usp, cp or sp can split. They are computed, and count for nothing."""
+
+
+def on_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
+    """The batch with its fields on ``device``; ``cu_seqlens`` stays on the CPU."""
+    if device.type == "cpu":
+        return batch
+    items = {k: v.to(device, non_blocking=True) for k, v in batch.items.items()}
+    rows = {k: v.to(device, non_blocking=True) for k, v in batch.rows.items()}
+    return replace(batch, items=items, rows=rows)
 
 
 def merge(batch: PackedBatch, parts: Sequence[Collected]) -> LossOutput:
@@ -37,11 +50,18 @@ def merge(batch: PackedBatch, parts: Sequence[Collected]) -> LossOutput:
     return LossOutput(loss, sums, maxes, items)
 
 
-def to_micro_output(out: LossOutput) -> MicroOutput:
-    """Python floats and CPU tensors. Called after every micro-batch was launched, so that a GPU is not waited for."""
+def to_micro_output(out: LossOutput, filling: int | None = None) -> MicroOutput:
+    """Python floats and CPU tensors. Called after every micro-batch was launched, so that a GPU is not waited for.
+
+    Args:
+        filling: the metric of :data:`ALIGNMENT`; None where nothing has to be filled.
+    """
+    sums = {k: float(v) for k, v in out.sums.items()}
+    if filling is not None:
+        sums[ALIGNMENT] = float(filling)
     return MicroOutput(
         loss=float(out.loss),
-        sums={k: float(v) for k, v in out.sums.items()},
+        sums=sums,
         maxes={k: float(v) for k, v in out.maxes.items()},
         items={k: v.cpu() for k, v in out.items.items()},
     )

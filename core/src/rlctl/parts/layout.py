@@ -1,6 +1,6 @@
 """A micro-batch as model inputs: rows end to end, or rows of one length as a batch.
 
-Packed rows are laid out by :mod:`rlctl_fsdp.segments`; readers get back to the batch's own order through one index. Under
+Packed rows are laid out by :mod:`rlctl.parts.segments`; readers get back to the batch's own order through one index. Under
 sequence parallelism ids and positions are those of this rank's slice, while boundaries speak of the whole sequence.
 
 Shapes: N tokens, R rows, P scored tokens, P_u of them predicted in this rank's slice, L the common length.
@@ -15,8 +15,8 @@ import torch
 
 from rlctl.batch import PackedBatch, padding_like
 from rlctl.errors import BatchError
-from rlctl_fsdp.segments import Segments, plan_segments
-from rlctl_fsdp.ulysses import Slice, Ulysses
+from rlctl.parts.segments import Segments, plan_segments
+from rlctl.parts.ulysses import Slice, Ulysses
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def check(batch: PackedBatch, vocab_size: int, longest_row: int | None = None) -
     """Refuse what would fail later without a word (on a GPU: with a device assertion).
 
     Args:
-        longest_row: rows may have this many tokens (see :func:`rlctl_fsdp.inspection.row_limit`).
+        longest_row: rows may have this many tokens (some models change their position encoding beyond it).
 
     Raises:
         BatchError: no ``input_ids`` or ``loss_mask``, a token id outside the vocabulary, a scored first token, or a row
@@ -89,7 +89,7 @@ def lay_out(
     """Inputs of ``batch``, which must have rows of one length unless ``packed``.
 
     Args:
-        lean, share: see :func:`rlctl_fsdp.segments.plan_segments`; for packed rows only.
+        lean, share: see :func:`rlctl.parts.segments.plan_segments`; for packed rows only.
         ulysses: this rank takes a slice of the packed sequence.
     """
     ids = batch.items["input_ids"].long().cpu()
@@ -120,7 +120,7 @@ def lay_out(
 
 
 def _boundaries(segments: Segments, device: torch.device) -> dict[str, Any]:
-    """What :func:`rlctl_fsdp.attention.packed_attention` needs to know of the segments."""
+    """What :func:`rlctl.parts.attention.packed_attention` needs to know of the segments."""
     queries = torch.from_numpy(segments.bounds).to(device, torch.int32, non_blocking=True)
     longest = int(segments.lengths.max())
     found: dict[str, Any] = {"cu_seq_lens_q": queries, "max_length_q": longest}
@@ -134,19 +134,6 @@ def _boundaries(segments: Segments, device: torch.device) -> dict[str, Any]:
         "key_index": torch.from_numpy(index).to(device, non_blocking=True),
         "segment_parents": torch.from_numpy(segments.parents),
     }
-
-
-def on_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
-    """The batch with its fields on ``device``; ``cu_seqlens`` stays on the CPU."""
-    if device.type == "cpu":
-        return batch
-    from dataclasses import replace
-
-    return replace(
-        batch,
-        items={k: v.to(device, non_blocking=True) for k, v in batch.items.items()},
-        rows={k: v.to(device, non_blocking=True) for k, v in batch.rows.items()},
-    )
 
 
 def by_length(batch: PackedBatch) -> list[tuple[PackedBatch, list[int]]]:

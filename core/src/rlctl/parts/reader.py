@@ -19,8 +19,8 @@ import torch
 from torch.nn import functional as F
 
 from rlctl.logits import to_logits_scale
-from rlctl_fsdp.head import HeadSpec
-from rlctl_fsdp.ulysses import Ulysses, assemble
+from rlctl.parts.head import HeadSpec
+from rlctl.parts.ulysses import Ulysses, assemble
 
 _CHUNK_BYTES = {"cpu": 8 << 20}
 _CHUNK_BYTES_ACCELERATOR = 512 << 20

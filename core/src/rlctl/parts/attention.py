@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from rlctl.errors import EngineError
-from rlctl_fsdp.ulysses import Slice, heads_problem, to_heads, to_sequence
+from rlctl.parts.ulysses import Slice, heads_problem, to_heads, to_sequence
 
 NAME = "rlctl_packed"
 
@@ -116,7 +116,7 @@ class _Group:
 
 @lru_cache(maxsize=64)
 def _groups(bounds: tuple[int, ...], parents: tuple[int, ...] | None) -> tuple[_Group, ...]:
-    """Groups of a packed sequence in its order (see :class:`rlctl_fsdp.segments.Segments`)."""
+    """Groups of a packed sequence in its order (see :class:`rlctl.parts.segments.Segments`)."""
     shapes: list[tuple[int, int | None]] = []
     members: list[list[int]] = []
     place: dict[int, tuple[int, int]] = {}  # root segment -> (its group, its index there)
@@ -191,7 +191,7 @@ def packed_attention(
         cu_seq_lens_k: ``[S + 1]`` int32 starts of each segment's keys; ``max_length_k`` the most keys.
         key_index: ``[K]`` index of each segment's keys among the N tokens; None when segments see only themselves.
         segment_parents: ``[S]`` on the CPU, the segment that each one continues or -1; None when none does.
-        sequence_slice: the tokens are one rank's slice of the sequence (:mod:`rlctl_fsdp.ulysses`); None: all of it.
+        sequence_slice: the tokens are one rank's slice of the sequence (:mod:`rlctl.parts.ulysses`); None: all of it.
 
     Returns:
         ``[1, N, H, Ev]`` and no attention weights.

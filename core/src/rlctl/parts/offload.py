@@ -7,14 +7,23 @@ send parts away at any time (``rlctl_move``); they come back on their next use.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from rlctl.errors import EngineError
-from rlctl_fsdp.optim import Stepper
 
 PARTS = ("model", "optimizer", "grad")
+
+
+class Stepper(Protocol):
+    """Whatever steps: its optimizers' moments can be moved."""
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """Those that hold moments."""
+        ...
 
 
 class Whereabouts:
@@ -93,7 +102,8 @@ def move_gradients(root: nn.Module, device: torch.device) -> None:
 
 def move_moments(stepper: Stepper, device: torch.device) -> None:
     """AdamW's moments; step counts stay with the kernel that reads them."""
-    for moments in stepper.optimizer.state.values():
-        for name, value in moments.items():
-            if name != "step":
-                moments[name] = value.to(device)
+    for optimizer in stepper.optimizers:
+        for moments in optimizer.state.values():
+            for name, value in moments.items():
+                if name != "step":
+                    moments[name] = value.to(device)

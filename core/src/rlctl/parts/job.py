@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from rlctl.batch import PackedBatch
 from rlctl.logits import LogitsReader, LossFn, LossOutput
-from rlctl_fsdp.head import HeadSpec, decoder_of, head_of
-from rlctl_fsdp.layout import Layout
-from rlctl_fsdp.outputs import detached
-from rlctl_fsdp.reader import ChunkedReader, FullReader, Head
-from rlctl_fsdp.routing import RoutedReader, Routing
+from rlctl.parts.head import HeadSpec, decoder_of, head_of
+from rlctl.parts.layout import Layout
+from rlctl.parts.outputs import detached
+from rlctl.parts.reader import ChunkedReader, FullReader, Head
+from rlctl.parts.routing import RoutedReader, Routing
 
 
 class Root(nn.Module):
