@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from megatron_state_ranks import ADAMW, READ, REFUSED
-from megatron_tiny import CONFIGS, VOCAB, engine_on, exported, one_step, rows, run_ranks, save_model
+from megatron_tiny import CONFIGS, VOCAB, engine_on, exported, one_step, provider, rows, run_ranks, save_model
 
 from rlctl.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from rlctl.engine import Engine
 from rlctl.errors import CheckpointError
 from rlctl.rundir import RunDirectory
 
@@ -63,7 +64,7 @@ def test_what_other_ranks_cannot_read_is_refused_in_words(ranks, name) -> None:
         "sharded moments, whole here": ("different files", "distributed_optimizer=always"),
         "whole moments, sharded here": ("different files", "distributed_optimizer=never"),
         "another optimizer": ("another optimizer", "actor.optim.name=adamw"),
-        "another model": ("cannot be read", "resume with the model"),
+        "another model": ("another model wrote", "a llama language_model", "a qwen2 language_model, as here"),
     }[name]
     for _, read in ranks:
         for part in words:
@@ -71,11 +72,37 @@ def test_what_other_ranks_cannot_read_is_refused_in_words(ranks, name) -> None:
 
 
 # ---- one rank ----------------------------------------------------------------------------------------------------
-def _saved(tmp_path: Path) -> Path:
-    with engine_on(CONFIGS["llama"], optim=ADAMW) as engine:
+def _saved(tmp_path: Path, **settings: Any) -> Path:
+    with engine_on(CONFIGS["llama"], optim=ADAMW, **settings) as engine:
         one_step(engine, rows())
         engine.save_state(tmp_path / "state")
     return tmp_path / "state"
+
+
+def _alive(engine: Engine) -> dict[str, Any]:
+    """Everything of an engine that a checkpoint could change, copied."""
+    stepper = provider(engine)._stepper
+    found: dict[str, Any] = {"num_steps": stepper.num_steps, "random": torch.get_rng_state(), **exported(engine)}
+    for p, part in enumerate(stepper.parts()):
+        for g, group in enumerate(part.optimizer.param_groups):
+            found[f"{p}.{g}"] = {k: v for k, v in group.items() if k != "params"}
+            for w, weight in enumerate(group["params"]):
+                state = part.optimizer.state.get(weight, {})
+                found[f"{p}.{g}.{w}"] = {k: torch.as_tensor(v).clone() for k, v in state.items()}
+    return found
+
+
+def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, torch.Tensor):
+            return torch.equal(a, b)
+        if isinstance(a, dict):
+            return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+        return a == b
+
+    return [
+        k for k in found.keys() | wanted.keys() if k not in found or k not in wanted or not same(found[k], wanted[k])
+    ]
 
 
 def _cut(name: str) -> Callable[[Path], None]:
@@ -86,8 +113,29 @@ def _cut(name: str) -> Callable[[Path], None]:
     return cut
 
 
+def _spoil(name: str) -> Callable[[Path], None]:
+    """The file keeps its length, and its second half becomes something else."""
+
+    def spoil(state: Path) -> None:
+        (file,) = state.glob(name)
+        half = file.stat().st_size // 2
+        file.write_bytes(file.read_bytes()[:half] + b"\xff" * (file.stat().st_size - half))
+
+    return spoil
+
+
 def _remove(name: str) -> Callable[[Path], None]:
     return lambda state: next(iter(sorted(state.glob(name)))).unlink()
+
+
+def _say(**numbers: Any) -> Callable[[Path], None]:
+    """Other numbers in engine.json."""
+
+    def say(state: Path) -> None:
+        file = state / "engine.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | numbers))
+
+    return say
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
@@ -106,32 +154,94 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "half a common part": _cut("common.pt"),
     "no weights": _remove("*.distcp"),
     "half the weights": _cut("__0_0.distcp"),
+    "other bytes as weights": _spoil("__0_0.distcp"),
 }
+OTHERS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "dtype": (_say(param_dtype="bfloat16"), ("bfloat16", "float32, as here", "actor.engine.param_dtype=bfloat16")),
+    "head": (_say(model_type="value_model"), ("a llama value_model", "a llama language_model, as here")),
+    "family": (_say(model_family="qwen3"), ("a qwen3 language_model", "a llama language_model, as here")),
+    "optimizer": (_say(optimizer="sgd"), ("another optimizer", "sgd", "adamw", "actor.optim.name=sgd")),
+    "steps in words": (_say(num_steps="one"), ("no complete checkpoint", "num_steps")),
+    "moments": (_say(sharded_moments=True), ("different files", "distributed_optimizer=always")),
+}
+KINDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "whole moments": (2, {}),
+    "no moments yet": (0, {}),
+    "sharded moments": (2, {"distributed_optimizer": "always"}),
+    "no sharded moments yet": (0, {"distributed_optimizer": "always"}),
+}
+"""name -> (steps that were made before, settings)."""
 
 
-def test_damaged_checkpoints_are_refused_in_words(tmp_path) -> None:
-    whole = _saved(tmp_path)
-    names = sorted(p.name for p in whole.iterdir())
-    with engine_on(CONFIGS["llama"], optim=ADAMW) as engine:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_checkpoint_changes_nothing(tmp_path, kind) -> None:
+    steps, settings = KINDS[kind]
+    whole = _saved(tmp_path, **settings)
+    with engine_on(CONFIGS["llama"], optim=ADAMW, **settings) as engine:
+        for number in range(steps):
+            one_step(engine, rows(seed=number))
+        before = _alive(engine)
         for name, damage in DAMAGE.items():
             state = tmp_path / "damaged"
             shutil.copytree(whole, state)
             damage(state)
             with pytest.raises(CheckpointError) as error:
                 engine.load_state(state)
-            assert error.value.what, (name, names)
+            assert error.value.found, name
+            assert not _differences(_alive(engine), before), name
             shutil.rmtree(state, ignore_errors=True)
+        went_on = one_step(engine, rows(seed=7))
+        found = exported(engine)
         engine.load_state(whole)
+        assert _differences(_alive(engine), before), "a whole one is read, and seen by this comparison"
+    with engine_on(CONFIGS["llama"], optim=ADAMW, **settings) as engine:
+        for number in range(steps):
+            one_step(engine, rows(seed=number))
+        untouched = one_step(engine, rows(seed=7))
+        assert went_on.grad_norm == untouched.grad_norm
+        assert all(torch.equal(t, found[n]) for n, t in exported(engine).items())
+
+
+def test_what_something_else_wrote_is_refused_in_words_of_both(tmp_path) -> None:
+    whole = _saved(tmp_path)
+    with engine_on(CONFIGS["llama"], optim=ADAMW) as engine:
+        before = _alive(engine)
+        for name, (change, words) in OTHERS.items():
+            state = tmp_path / "other"
+            shutil.copytree(whole, state)
+            change(state)
+            with pytest.raises(CheckpointError) as error:
+                engine.load_state(state)
+            assert all(word in str(error.value) for word in words), (name, str(error.value))
+            assert not _differences(_alive(engine), before), name
+            shutil.rmtree(state)
+
+
+def test_a_checkpoint_says_what_wrote_it(tmp_path) -> None:
+    numbers = json.loads((_saved(tmp_path) / "engine.json").read_text())
+    assert (numbers["model_family"], numbers["model_type"]) == ("llama", "language_model")
+    assert (numbers["param_dtype"], numbers["optimizer"], numbers["num_steps"]) == ("float32", "adamw", 1)
+
+
+def test_another_size_of_the_same_family_changes_nothing(tmp_path) -> None:
+    whole = _saved(tmp_path)
+    with engine_on({**CONFIGS["llama"], "intermediate_size": 64}, optim=ADAMW) as engine:
+        one_step(engine, rows())
+        before = _alive(engine)
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            engine.load_state(whole)
+        assert not _differences(_alive(engine), before)
 
 
 def test_moments_that_a_checkpoint_lacks_are_missed(tmp_path) -> None:
     with engine_on(CONFIGS["llama"], optim=ADAMW) as engine:
         engine.save_state(tmp_path / "fresh")
         one_step(engine, rows())
-        numbers = tmp_path / "fresh" / "engine.json"
-        numbers.write_text(json.dumps(json.loads(numbers.read_text()) | {"has_moments": True}))
+        before = _alive(engine)
+        _say(has_moments=True, num_steps=1)(tmp_path / "fresh")
         with pytest.raises(CheckpointError, match="cannot be read"):
             engine.load_state(tmp_path / "fresh")
+        assert not _differences(_alive(engine), before)
 
 
 def test_a_checkpoint_of_the_start_takes_the_moments_away(tmp_path) -> None:
@@ -156,12 +266,3 @@ def test_core_refuses_another_number_of_ranks(tmp_path) -> None:
         assert other is not None
         with pytest.raises(CheckpointError, match="another number of ranks"):
             load_checkpoint(other, engine)
-
-
-def test_a_refused_checkpoint_changes_no_weight(tmp_path) -> None:
-    whole = _saved(tmp_path)
-    with engine_on(CONFIGS["llama"], optim={"name": "sgd"}) as engine:
-        before = exported(engine)
-        with pytest.raises(CheckpointError, match="another optimizer"):
-            engine.load_state(whole)
-        assert all(torch.equal(t, before[n]) for n, t in exported(engine).items())

@@ -19,7 +19,7 @@ from rlctl.hookspecs import hookimpl
 from rlctl.logits import LossFn
 from rlctl.records import ModelType
 from rlctl.topology import Topology
-from rlctl_megatron import build, layout, mesh, schedule, state
+from rlctl_megatron import agreement, build, mesh, schedule, state
 from rlctl_megatron.architecture import Architecture, read_architecture
 from rlctl_megatron.config import MegatronConfig
 from rlctl_megatron.exporting import export_weights
@@ -69,6 +69,34 @@ class MegatronEngine:
     ) -> EngineInfo:
         """See :class:`rlctl.hookspecs.EngineSpecs`. ``model`` may carry ``seed`` and ``model_type``, the head."""
         place, config = self._place, self._config
+        built, family, architecture, engine, distributed = agreement.together(
+            lambda: self._construct(model, optimizer, forward_only),
+            place,
+            EngineError,
+            "another rank could not build its part of the model",
+        )
+        self._mains = MainWeights(self._stepper)
+        source = _source(model, load_config(model), place)
+        # Once the optimizer is there, so that its main weights get the numbers before they are rounded.
+        load_weights(built.chunks, family, place, source, self._mains.store)
+        self._head = schedule.Head(architecture.vocab_size, config.logits_budget_mib << 20)
+        self._host = Whereabouts(place.device, config.param_offload, config.optimizer_offload)
+        self._host.rest(built, self._stepper)
+        return EngineInfo(
+            num_parameters=sum(math.prod(shape) for shape in family.checkpoint().values()),
+            vocab_size=architecture.vocab_size,
+            model_family=architecture.model_type,
+            notes={**self._notes(built.config, distributed, engine), **source.notes},
+        )
+
+    def _construct(
+        self, model: Mapping[str, Any], optimizer: Mapping[str, Any] | None, forward_only: bool
+    ) -> tuple[build.Built, Family, Architecture, bool, bool]:
+        """This rank's modules and optimizer, with whatever memory holds as values. No collective runs here.
+
+        Returns what was built, and whether of Transformer Engine's modules, and with a distributed optimizer.
+        """
+        place, config = self._place, self._config
         hf = load_config(model)
         architecture = read_architecture(hf)
         head = ModelType(model.get("model_type") or ModelType.LANGUAGE_MODEL)
@@ -87,20 +115,8 @@ class MegatronEngine:
             chunk.module.requires_grad_(not forward_only)
         if not forward_only:
             self._stepper = Stepper(built, optimizer or {}, place.device, distributed=distributed)
-        self._mains = MainWeights(self._stepper)
-        source = _source(model, hf, place)
-        # Once the optimizer is there, so that its main weights get the numbers before they are rounded.
-        load_weights(chunks, family, place, source, self._mains.store)
         self._architecture, self._family, self._built = architecture, family, built
-        self._head = schedule.Head(architecture.vocab_size, config.logits_budget_mib << 20)
-        self._host = Whereabouts(place.device, config.param_offload, config.optimizer_offload)
-        self._host.rest(built, self._stepper)
-        return EngineInfo(
-            num_parameters=sum(math.prod(shape) for shape in family.checkpoint().values()),
-            vocab_size=architecture.vocab_size,
-            model_family=architecture.model_type,
-            notes={**self._notes(settings, distributed, engine), **source.notes},
-        )
+        return built, family, architecture, engine, distributed
 
     def _distributed_optimizer(self, optimizer: Mapping[str, Any]) -> bool:
         choice = self._config.distributed_optimizer
@@ -143,8 +159,7 @@ class MegatronEngine:
             raise EngineError(
                 "this engine was built to score only", found="forward_only=True at its start", wanted="an optimizer"
             )
-        for batch in micro_batches:
-            layout.check(batch, self._head.vocab_size)
+        agreement.check_micro_batches(micro_batches, self._head.vocab_size, self._place)
         self._host.model_in(built)
         for module in built.wrapped:
             module.train(self._train and not forward_only)
@@ -203,7 +218,8 @@ class MegatronEngine:
         built, stepper = self._ready(), self._trained()
         self._host.model_in(built)
         self._host.optimizer_in(stepper)
-        state.save_state(path, built, stepper, self._place)
+        assert self._family is not None
+        state.save_state(path, built, stepper, self._place, self._family)
         self._host.rest(built, stepper)
         return True
 
@@ -213,7 +229,8 @@ class MegatronEngine:
         built, stepper = self._ready(), self._trained()
         self._host.model_in(built)
         self._host.optimizer_in(stepper)
-        state.load_state(path, built, stepper, self._place)
+        assert self._family is not None
+        state.load_state(path, built, stepper, self._place, self._family)
         self._host.rest(built, stepper)
         return True
 

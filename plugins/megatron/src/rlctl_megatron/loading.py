@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from rlctl.errors import EngineError, RlctlError
-from rlctl_megatron import mapping
+from rlctl.errors import EngineError
+from rlctl_megatron import agreement, mapping
 from rlctl_megatron.families import Entry, Family, Site, Split
 from rlctl_megatron.mapping import Shard
 from rlctl_megatron.source import Request, Source
@@ -107,22 +106,31 @@ def load_weights(
     Raises:
         EngineError: on every rank, when one of them does not get what it needs; each with what it saw itself.
     """
-    problem: RlctlError | None = None
+    agreement.together(
+        lambda: _fill_or_say(chunks, family, place, source, store or _copy),
+        place,
+        EngineError,
+        "another rank could not load its weights",
+    )
+
+
+def _fill_or_say(
+    chunks: Sequence[Chunk],
+    family: Family,
+    place: Place,
+    source: Source,
+    store: Callable[[nn.Parameter, torch.Tensor], None],
+) -> None:
     try:
-        _fill(chunks, family, place, source, store or _copy)
-    except RlctlError as error:
-        problem = error
-    if place.topology.world_size > 1:
-        failed = torch.tensor([float(problem is not None)], device=place.device)
-        dist.all_reduce(failed)
-        if problem is None and failed.item():
-            raise EngineError(
-                "another rank could not load its weights",
-                found=f"{int(failed.item())} of {place.topology.world_size} ranks",
-                next="see that rank's own message",
-            )
-    if problem is not None:
-        raise problem
+        _fill(chunks, family, place, source, store)
+    except (OSError, RuntimeError, MemoryError) as error:
+        # What a disk, a device or a full memory says.
+        raise EngineError(
+            "the weights could not be loaded on this rank",
+            found=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no words'}",
+            wanted="files that can be read to the end, and memory for this rank's part of the model",
+            next="look at disk and memory (rlctl plan says how much a rank needs)",
+        ) from error
 
 
 def _copy(parameter: nn.Parameter, whole: torch.Tensor) -> None:
@@ -146,7 +154,8 @@ def _fill(
             owners.append((number, part))
     waiting: dict[int, dict[int, torch.Tensor]] = {}
     filled: set[int] = set()
-    for index, tensor in source.stream(family, requests):
+
+    def take(index: int, tensor: torch.Tensor) -> None:
         number, part = owners[index]
         site, parameter = targets[number]
         assert number not in filled, f"{requests[index].name} came after its parameter was filled"
@@ -162,4 +171,15 @@ def _fill(
             assert whole.shape == parameter.shape, (site, whole.shape, parameter.shape)
             store(parameter, whole)
             filled.add(number)
+
+    problem: Exception | None = None
+    for index, tensor in source.stream(family, requests):
+        if problem is None:
+            try:
+                take(index, tensor)
+            except Exception as error:
+                # Whatever it is: the stream goes on to its end, for other ranks may get theirs in the same round.
+                problem = error
+    if problem is not None:
+        raise problem
     assert len(filled) == len(targets), f"{len(targets) - len(filled)} parameters were not filled"

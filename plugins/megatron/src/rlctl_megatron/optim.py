@@ -61,6 +61,11 @@ class Stepper:
         return list(whole.chained_optimizers) if isinstance(whole, ChainedOptimizer) else [whole]
 
     @property
+    def has_moments(self) -> bool:
+        """The optimizer keeps moments, and has begun to."""
+        return self.name == "adamw" and self.num_steps > 0
+
+    @property
     def lr(self) -> float:
         """Learning rate of the next step."""
         return float(self._settings.get("lr", 1e-6)) * lr_factor(self.num_steps, self._settings)

@@ -288,16 +288,17 @@ class DrawnSource:
         drawing = not shared or dist.get_rank() == 0
         saved: Iterator[tuple[str, torch.Tensor]] | None = None
         order: list[tuple[str, tuple[int, ...]]] = []
-        problem: RlctlError | None = None
+        problem: Exception | None = None
         if drawing:
             try:
                 model = self._draw()
                 order = [(n, tuple(t.shape)) for n, t in _saved(model, {n: t.to("meta") for n, t in _own(model)})]
                 saved = _saved(model, dict(_own(model)))
-            except RlctlError as error:
+            except Exception as error:
+                # Whatever it is: the other ranks wait for the list. It is raised below.
                 problem = error
         if shared:
-            word: list[Any] = [order, None if problem is None else problem.what]
+            word: list[Any] = [order, None if problem is None else _in_words(problem)]
             dist.broadcast_object_list(word, src=0, device=self._object_device())
             order = word[0]
             if problem is None and word[1] is not None:
@@ -322,9 +323,17 @@ class DrawnSource:
         by_name: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
             by_name.setdefault(request.name, []).append(index)
+        problem: Exception | None = None
         for name, shape in order:
-            whole = next(saved, (name, None))[1] if saved is not None else None
-            assert whole is not None or saved is None, f"the draw ends before {name}"
+            whole: torch.Tensor | None = None
+            if saved is not None and problem is None:
+                try:
+                    drawn = next(saved, None)
+                    assert drawn is not None, f"the draw ends before {name}"
+                    whole = drawn[1]
+                except Exception as error:
+                    # Whatever it is: the other ranks wait for all tensors of the list, and get some. It is raised at the end.
+                    problem = error
             if shared:
                 sent = torch.empty(shape, dtype=self.dtype, device=self.place.device)
                 if whole is not None:
@@ -332,12 +341,14 @@ class DrawnSource:
                 dist.broadcast(sent, src=0)
                 whole = sent
                 del sent
-            assert whole is not None
-            for index in by_name.get(name, ()):
-                # A copy, so that a slice does not keep the whole tensor.
-                yield index, requests[index].cut.of(whole).clone()
+            if whole is not None:
+                for index in by_name.get(name, ()):
+                    # A copy, so that a slice does not keep the whole tensor.
+                    yield index, requests[index].cut.of(whole).clone()
             # Let go before there is room for the next one.
             del whole
+        if problem is not None:
+            raise problem
         for index in by_name.get(VALUE_HEAD, ()):
             yield index, draw_value_head(family, self.seed)
 
@@ -356,6 +367,10 @@ class DrawnSource:
 
     def _object_device(self) -> torch.device | None:
         return self.place.device if self.place.device.type != "cpu" else None
+
+
+def _in_words(problem: Exception) -> str:
+    return problem.what if isinstance(problem, RlctlError) else f"{type(problem).__name__}: {problem}"
 
 
 def _own(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:

@@ -2,41 +2,52 @@
 
 Weights and, with whole moments, moments too lie in the files under their place in the whole model, so that ranks with other
 tp, pp or ep sizes can read them. Moments that the distributed optimizer sharded lie as its buffers do: then only the data
-parallel size may change. ``engine.json`` holds the small numbers and what the files were written with.
+parallel size may change. ``engine.json`` (:mod:`rlctl_megatron.written`) holds the small numbers and what the files were
+written with.
+
+A checkpoint is read to the host first, and taken over once all ranks have all of it: one that is refused changes nothing. A
+rank's part of weights and moments must fit into the host's memory once more for that.
 """
 
 from __future__ import annotations
 
-import json
 import queue
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from rlctl.errors import CheckpointError
+from rlctl_megatron import written
+from rlctl_megatron.agreement import together
 from rlctl_megatron.build import Built
+from rlctl_megatron.families import Family
 from rlctl_megatron.mesh import Place
 from rlctl_megatron.optim import Stepper
+from rlctl_megatron.written import Written
 
-_NUMBERS = "engine.json"
-_KEYS = {"num_steps", "has_moments", "sharded_moments", "optimizer", "sizes"}
 _METADATA = {"distrib_optim_sharding_type": "dp_reshardable"}
-_LAYOUT = ("tp", "pp", "vpp", "cp", "ep", "etp")
-"""Axes whose sizes a sharded optimizer's files are bound to."""
 
 
-def save_state(path: Path, built: Built, stepper: Stepper, place: Place) -> None:
-    """Write everything below ``path``; collective over all ranks."""
-    path.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    whole = _sharded(built, stepper, loading=False, moments=_has_moments(stepper))
+def save_state(path: Path, built: Built, stepper: Stepper, place: Place, family: Family) -> None:
+    """Write everything below ``path``; collective over all ranks.
+
+    Raises:
+        CheckpointError: another rank could not write; that one raises what it met with itself.
+    """
+    lost = "another rank could not write its part of the checkpoint"
+    together(lambda: path.mkdir(parents=True, exist_ok=True), place, CheckpointError, lost)
+    whole = _sharded(built, stepper, loading=False, moments=stepper.has_moments)
     # Made by megatron-core it lives in a process of its own, which runs the user's main module again and stays. A save that is
     # waited for puts and gets in this process.
     filesystem_async._results_queue = queue.Queue()
@@ -44,55 +55,53 @@ def save_state(path: Path, built: Built, stepper: Stepper, place: Place) -> None
         dist_checkpointing.save(whole, str(path))
     finally:
         filesystem_async._results_queue = None
-    save_file(_random_state(place.device), path / f"rng_{dist.get_rank():05d}.safetensors")
-    if mains := _mains(built, stepper):
-        save_file(mains, path / f"mains_{dist.get_rank():05d}.safetensors")
-    if dist.get_rank() == 0:
-        numbers = {
-            "num_steps": stepper.num_steps,
-            "has_moments": _has_moments(stepper),
-            "sharded_moments": stepper.distributed,
-            "optimizer": stepper.name,
-            "sizes": _sizes(place),
-        }
-        (path / _NUMBERS).write_text(json.dumps(numbers, indent=1))
-    dist.barrier()
+
+    def beside() -> None:
+        save_file(_random_state(place.device), path / f"rng_{dist.get_rank():05d}.safetensors")
+        if built.config.bf16 and not stepper.has_moments:
+            save_file(_mains(stepper), _mains_file(path))  # with moments they are among the optimizer's
+        if dist.get_rank() == 0:
+            written.describe(built, stepper, place, family).write(path)
+
+    together(beside, place, CheckpointError, lost)
 
 
-def load_state(path: Path, built: Built, stepper: Stepper, place: Place) -> None:
-    """Read what :func:`save_state` wrote, in place.
+def load_state(path: Path, built: Built, stepper: Stepper, place: Place, family: Family) -> None:
+    """Read what :func:`save_state` wrote, in place; collective over all ranks.
 
     Raises:
-        CheckpointError: files are missing or damaged, another optimizer wrote them, or moments were sharded by ranks with
-            other sizes.
+        CheckpointError: on every rank, and before anything is changed: files are missing or damaged on one of them, another
+            model or optimizer wrote them, or moments were sharded by ranks with other sizes.
     """
-    numbers = _numbers(path)
-    _check_fit(numbers, stepper, place)
-    random_state = _read_random_state(path)
-    whole = _sharded(built, stepper, loading=True, moments=bool(numbers["has_moments"]))
-    try:
-        loaded: Any = dist_checkpointing.load(whole, str(path))
-    except (Exception, CheckpointException) as error:
-        # Readers of damaged files raise whatever they stumble over, and what torch gathers from all ranks is no Exception.
-        raise CheckpointError(
-            "the checkpoint cannot be read",
-            found=f"{path}: {_in_one_line(error)}",
-            wanted="weights and moments as this model has them",
-            next="resume with the model and backend that wrote it",
-        ) from error
+    lost = "another rank could not read its part of the checkpoint"
+
+    def before() -> tuple[Written, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        there = written.read(path)
+        written.check_fit(there, written.describe(built, stepper, place, family))
+        random_state = _read_random_state(path)
+        _check_files(path)
+        mains = {} if there.has_moments or not built.config.bf16 else _read_mains(path, stepper)
+        return there, random_state, mains
+
+    there, random_state, mains = together(before, place, CheckpointError, lost)
+    loaded = together(lambda: _read(path, built, stepper, there), place, CheckpointError, lost)
+    # Nothing below fails for what a file holds.
     for key, model in _models(built).items():
         model.load_state_dict(loaded[key])
-    if numbers["has_moments"]:
+    if there.has_moments:
         with torch.no_grad():
             stepper.optimizer.load_state_dict(loaded["optimizer"])
-        _count_steps(stepper, int(numbers["num_steps"]))
+        _count_steps(stepper, there.num_steps)
     else:
         for part in stepper.parts():
             if part.optimizer is not None:
                 part.optimizer.state.clear()
-        stepper.num_steps = int(numbers["num_steps"])
-        _restore_mains(path, built, stepper)
-    stepper.num_steps = int(numbers["num_steps"])
+        stepper.optimizer.reload_model_params()
+        with torch.no_grad():
+            # As they were, not as the module's rounded ones would give them again.
+            for name, weight in _mains(stepper).items() if mains else ():
+                weight.copy_(mains[name])
+    stepper.num_steps = there.num_steps
     stepper.drop_gradients()
     stepper.set_decay()
     torch.set_rng_state(random_state["cpu"])
@@ -100,10 +109,54 @@ def load_state(path: Path, built: Built, stepper: Stepper, place: Place) -> None
         torch.get_device_module(place.device).set_rng_state(random_state[place.device.type])
 
 
-def _mains(built: Built, stepper: Stepper) -> dict[str, torch.Tensor]:
-    """Main weights of this rank that are not the module's own, where they come into no other file: with moments they do."""
-    if not built.config.bf16 or _has_moments(stepper):
-        return {}
+def _read(path: Path, built: Built, stepper: Stepper, there: Written) -> dict[str, Any]:
+    """This rank's part of weights and moments, on the host. Collective."""
+    before = _outlines(stepper)
+    try:
+        whole = _sharded(built, stepper, loading=True, moments=there.has_moments)
+        # megatron-core reads into the tensors that describe what is wanted: the live ones, until they are replaced.
+        return dist_checkpointing.load(dict_list_map_outplace(_on_host, whole), str(path))  # type: ignore[return-value]
+    except (Exception, CheckpointException) as error:
+        # Readers of damaged files raise whatever they stumble over, and what torch gathers from all ranks is no Exception.
+        _restore(stepper, before)
+        raise _unreadable(path, error) from error
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, ShardedTensor | ShardedTensorFactory):
+        data = value.data
+        assert isinstance(data, torch.Tensor), "what is to be read is described by a tensor"
+        return replace(value, data=torch.empty_like(data, device="cpu", requires_grad=False))
+    return value
+
+
+def _unreadable(path: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        "the checkpoint cannot be read",
+        found=f"{path}: {_in_one_line(error)}",
+        wanted="weights and moments as this model has them",
+        next="resume with the model and backend that wrote it, or from an earlier checkpoint",
+    )
+
+
+def _check_files(path: Path) -> None:
+    """Look for what one rank alone may lack before all of them read together: the descriptions, and the bytes that they name."""
+    try:
+        dist_checkpointing.load_common_state_dict(str(path))
+        sizes: dict[str, int] = {}
+        for entry in FileSystemReader(path).read_metadata().storage_data.values():
+            end = entry.offset + entry.length
+            sizes[entry.relative_path] = max(end, sizes.get(entry.relative_path, 0))
+        for name, size in sizes.items():
+            if (found := (path / name).stat().st_size) < size:
+                raise OSError(f"{name} ends after {found} of {size} bytes")
+    except Exception as error:
+        # They are pickles, and damaged ones raise anything.
+        raise _unreadable(path, error) from error
+
+
+def _mains(stepper: Stepper) -> dict[str, torch.Tensor]:
+    """Main weights of this rank, where they are not the module's own."""
     return {
         f"{p}.{g}.{w}": weight.detach().contiguous()
         for p, part in enumerate(stepper.parts())
@@ -113,14 +166,16 @@ def _mains(built: Built, stepper: Stepper) -> dict[str, torch.Tensor]:
     }
 
 
-def _restore_mains(path: Path, built: Built, stepper: Stepper) -> None:
-    """Main weights as they were, not as the module's rounded ones would give them again."""
-    wanted = _mains(built, stepper) if built.config.bf16 else {}
-    if not wanted:
-        stepper.optimizer.reload_model_params()
-        return
-    file = path / f"mains_{dist.get_rank():05d}.safetensors"
-    found = load_file(file) if file.is_file() else {}
+def _mains_file(path: Path) -> Path:
+    return path / f"mains_{dist.get_rank():05d}.safetensors"
+
+
+def _read_mains(path: Path, stepper: Stepper) -> dict[str, torch.Tensor]:
+    wanted, file = _mains(stepper), _mains_file(path)
+    try:
+        found = load_file(file) if file.is_file() or wanted else {}
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(path, error) from error
     if {k: v.shape for k, v in found.items()} != {k: v.shape for k, v in wanted.items()}:
         raise CheckpointError(
             "the checkpoint's float32 main weights do not fit",
@@ -128,9 +183,7 @@ def _restore_mains(path: Path, built: Built, stepper: Stepper) -> None:
             wanted="main weights of the same ranks, sizes and optimizer",
             next="resume with the parallel sizes that wrote it",
         )
-    with torch.no_grad():
-        for name, weight in wanted.items():
-            weight.copy_(found[name])
+    return found
 
 
 def _models(built: Built) -> dict[str, Any]:
@@ -161,13 +214,25 @@ def _make_room(stepper: Stepper) -> None:
                 part.optimizer.state[weight] = {"step": torch.zeros(()), **moments}
 
 
-def _has_moments(stepper: Stepper) -> bool:
-    return stepper.name == "adamw" and stepper.num_steps > 0
+def _outlines(stepper: Stepper) -> list[tuple[set[torch.Tensor], list[dict[str, Any]]]]:
+    """Of each part of the optimizer: which weights have state, and its groups' settings."""
+    optimizers = [part.optimizer for part in stepper.parts() if part.optimizer is not None]
+    return [(set(o.state), [{k: v for k, v in g.items() if k != "params"} for g in o.param_groups]) for o in optimizers]
 
 
-def _sizes(place: Place) -> dict[str, int]:
-    t = place.topology
-    return {name: int(getattr(t, name)) for name in (*_LAYOUT, "dp_shard", "dp_replicate")}
+def _restore(stepper: Stepper, before: list[tuple[set[torch.Tensor], list[dict[str, Any]]]]) -> None:
+    """The optimizer as it was before its checkpoint was described: that gives it moments that it had not, and one step count for
+    all weights."""
+    optimizers = [part.optimizer for part in stepper.parts() if part.optimizer is not None]
+    for optimizer, (weights, groups) in zip(optimizers, before, strict=True):
+        for weight in set(optimizer.state) - weights:
+            del optimizer.state[weight]
+        for group, settings in zip(optimizer.param_groups, groups, strict=True):
+            for key in group.keys() - settings.keys() - {"params"}:
+                del group[key]
+            group.update(settings)
+    if stepper.has_moments:
+        _count_steps(stepper, stepper.num_steps)
 
 
 def _in_one_line(error: BaseException) -> str:
@@ -177,53 +242,8 @@ def _in_one_line(error: BaseException) -> str:
     return text if len(text) <= 200 else text[:200] + " ..."
 
 
-def _numbers(path: Path) -> dict[str, Any]:
-    problem: Exception | str
-    try:
-        numbers = json.loads((path / _NUMBERS).read_text())
-        if isinstance(numbers, dict) and numbers.keys() >= _KEYS:
-            return numbers
-        problem = f"{_NUMBERS} does not say {', '.join(sorted(_KEYS))}"
-    except (OSError, ValueError) as error:
-        problem = error
-    raise CheckpointError(
-        "this is no complete checkpoint of megatron",
-        found=f"{path}: {problem}",
-        wanted=f"a directory with {_NUMBERS}",
-        next="resume from an earlier checkpoint",
-    )
-
-
-def _check_fit(numbers: dict[str, Any], stepper: Stepper, place: Place) -> None:
-    if numbers["optimizer"] != stepper.name:
-        raise CheckpointError(
-            "another optimizer wrote the checkpoint",
-            found=numbers["optimizer"],
-            wanted=stepper.name,
-            next=f"set actor.optim.name={numbers['optimizer']}",
-        )
-    if not numbers["has_moments"]:
-        return
-    here, there = _sizes(place), numbers["sizes"]
-    if numbers["sharded_moments"] != stepper.distributed:
-        raise CheckpointError(
-            "moments that were sharded over data parallel ranks, and whole ones, are different files",
-            found=f"sharded: {str(numbers['sharded_moments']).lower()}",
-            wanted=str(stepper.distributed).lower(),
-            next=f"set actor.engine.distributed_optimizer={'always' if numbers['sharded_moments'] else 'never'}",
-        )
-    changed = [name for name in _LAYOUT if here[name] != there[name]]
-    if numbers["sharded_moments"] and changed:
-        raise CheckpointError(
-            "sharded moments can be read by ranks of the same model parallel sizes only",
-            found=", ".join(f"{name}={here[name]}" for name in changed),
-            wanted=", ".join(f"{name}={there[name]}" for name in changed),
-            next="resume with those sizes, or write the checkpoint with actor.engine.distributed_optimizer=never",
-        )
-
-
 def _count_steps(stepper: Stepper, num_steps: int) -> None:
-    """Give every weight the step count that the checkpoint tells, and see that it has both moments.
+    """Give every weight the step count that the checkpoint tells.
 
     torch's AdamW counts steps for each weight. Loading sharded moments gives all weights one and the same counter, which every
     weight's step then raises: bias correction would go on from another step, without a word. A weight is stepped in every step
@@ -236,13 +256,9 @@ def _count_steps(stepper: Stepper, num_steps: int) -> None:
             if "step" in group:
                 group["step"] = num_steps  # fused kernels count for the group
             for weight in group["params"]:
-                state = part.optimizer.state.get(weight, {})
-                if not {"exp_avg", "exp_avg_sq"} <= set(state):
-                    raise CheckpointError(
-                        "the checkpoint lacks moments",
-                        found=f"a weight of {tuple(weight.shape)} without",
-                        wanted="both",
-                    )
+                state = part.optimizer.state[weight]
+                # Moments that a file lacks were missed by its reader.
+                assert {"exp_avg", "exp_avg_sq"} <= set(state), f"a weight of {tuple(weight.shape)} has no moments"
                 if isinstance(part.optimizer, torch.optim.AdamW):
                     state["step"] = torch.tensor(float(num_steps))
 
