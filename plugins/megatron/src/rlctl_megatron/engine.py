@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -69,12 +70,14 @@ class MegatronEngine:
     ) -> EngineInfo:
         """See :class:`rlctl.hookspecs.EngineSpecs`. ``model`` may carry ``seed`` and ``model_type``, the head."""
         place, config = self._place, self._config
-        built, family, architecture, engine, distributed = agreement.together(
-            lambda: self._construct(model, optimizer, forward_only),
-            place,
-            EngineError,
-            "another rank could not build its part of the model",
+        distributed = self._distributed_optimizer(optimizer or {})
+        built, family, architecture, engine = agreement.together(
+            place, "build its part of the model", lambda: self._construct(model, forward_only, distributed)
         )
+        if not forward_only:
+            # megatron-core compares its parameter groups over all ranks, so none comes here alone.
+            make = functools.partial(Stepper, built, optimizer or {}, place.device, distributed=distributed)
+            self._stepper = agreement.together(place, "build its optimizer", make)
         self._mains = MainWeights(self._stepper)
         source = _source(model, load_config(model), place)
         # Once the optimizer is there, so that its main weights get the numbers before they are rounded.
@@ -90,12 +93,10 @@ class MegatronEngine:
         )
 
     def _construct(
-        self, model: Mapping[str, Any], optimizer: Mapping[str, Any] | None, forward_only: bool
-    ) -> tuple[build.Built, Family, Architecture, bool, bool]:
-        """This rank's modules and optimizer, with whatever memory holds as values. No collective runs here.
-
-        Returns what was built, and whether of Transformer Engine's modules, and with a distributed optimizer.
-        """
+        self, model: Mapping[str, Any], forward_only: bool, distributed: bool
+    ) -> tuple[build.Built, Family, Architecture, bool]:
+        """This rank's modules, with whatever memory holds as values; True where they are Transformer Engine's. No collective
+        runs here."""
         place, config = self._place, self._config
         hf = load_config(model)
         architecture = read_architecture(hf)
@@ -109,14 +110,11 @@ class MegatronEngine:
             name_router_gemm()
         with building(place.device.type):
             chunks = build.build_chunks(architecture, family, place, settings, engine=engine)
-        distributed = self._distributed_optimizer(optimizer or {})
         built = build.wrap(chunks, settings, train=not forward_only, distributed_optimizer=distributed)
         for chunk in chunks:
             chunk.module.requires_grad_(not forward_only)
-        if not forward_only:
-            self._stepper = Stepper(built, optimizer or {}, place.device, distributed=distributed)
         self._architecture, self._family, self._built = architecture, family, built
-        return built, family, architecture, engine, distributed
+        return built, family, architecture, engine
 
     def _distributed_optimizer(self, optimizer: Mapping[str, Any]) -> bool:
         choice = self._config.distributed_optimizer

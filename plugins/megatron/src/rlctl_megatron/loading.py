@@ -106,12 +106,7 @@ def load_weights(
     Raises:
         EngineError: on every rank, when one of them does not get what it needs; each with what it saw itself.
     """
-    agreement.together(
-        lambda: _fill_or_say(chunks, family, place, source, store or _copy),
-        place,
-        EngineError,
-        "another rank could not load its weights",
-    )
+    agreement.together(place, "load its weights", lambda: _fill_or_say(chunks, family, place, source, store or _copy))
 
 
 def _fill_or_say(

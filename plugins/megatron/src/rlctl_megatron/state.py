@@ -43,10 +43,10 @@ def save_state(path: Path, built: Built, stepper: Stepper, place: Place, family:
     """Write everything below ``path``; collective over all ranks.
 
     Raises:
-        CheckpointError: another rank could not write; that one raises what it met with itself.
+        EngineError: another rank could not write; that one raises what it met with itself.
     """
-    lost = "another rank could not write its part of the checkpoint"
-    together(lambda: path.mkdir(parents=True, exist_ok=True), place, CheckpointError, lost)
+    words = "write its part of the checkpoint"
+    together(place, words, lambda: path.mkdir(parents=True, exist_ok=True))
     whole = _sharded(built, stepper, loading=False, moments=stepper.has_moments)
     # Made by megatron-core it lives in a process of its own, which runs the user's main module again and stays. A save that is
     # waited for puts and gets in this process.
@@ -63,17 +63,20 @@ def save_state(path: Path, built: Built, stepper: Stepper, place: Place, family:
         if dist.get_rank() == 0:
             written.describe(built, stepper, place, family).write(path)
 
-    together(beside, place, CheckpointError, lost)
+    together(place, words, beside)
 
 
 def load_state(path: Path, built: Built, stepper: Stepper, place: Place, family: Family) -> None:
     """Read what :func:`save_state` wrote, in place; collective over all ranks.
 
+    All ranks fail, and before anything is changed, where one of them does.
+
     Raises:
-        CheckpointError: on every rank, and before anything is changed: files are missing or damaged on one of them, another
-            model or optimizer wrote them, or moments were sharded by ranks with other sizes.
+        CheckpointError: files are missing or damaged, another model or optimizer wrote them, or moments were sharded by ranks
+            with other sizes.
+        EngineError: another rank found this.
     """
-    lost = "another rank could not read its part of the checkpoint"
+    words = "read its part of the checkpoint"
 
     def before() -> tuple[Written, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         there = written.read(path)
@@ -83,8 +86,8 @@ def load_state(path: Path, built: Built, stepper: Stepper, place: Place, family:
         mains = {} if there.has_moments or not built.config.bf16 else _read_mains(path, stepper)
         return there, random_state, mains
 
-    there, random_state, mains = together(before, place, CheckpointError, lost)
-    loaded = together(lambda: _read(path, built, stepper, there), place, CheckpointError, lost)
+    there, random_state, mains = together(place, words, before)
+    loaded = together(place, words, lambda: _read(path, built, stepper, there))
     # Nothing below fails for what a file holds.
     for key, model in _models(built).items():
         model.load_state_dict(loaded[key])
