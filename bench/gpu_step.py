@@ -1,73 +1,123 @@
-"""Training step of the engine on one accelerator: tokens/s, model FLOP/s and peak memory on a Qwen3-0.6B shape.
+"""Training step of one engine on its ranks: tokens/s, model FLOP/s and peak memory on a Qwen3-0.6B shape.
 
-Model FLOPs = 3 x (2 x parameters + 2 x layers x heads x head_dim x sequence) a token (causal attention counted at half).
+    python bench/gpu_step.py                                                  # one rank
+    torchrun --nproc-per-node 2 bench/gpu_step.py --topology dp_shard=2       # each rank has its own rows
+    torchrun --nproc-per-node 2 bench/gpu_step.py --topology usp=2 --shapes 2x8192   # two ranks share rows
+
+A shape is rows x tokens of one *replica*. Model FLOPs = 3 x (2 x parameters + 2 x layers x heads x head_dim x sequence) a
+token (causal attention counted at half). Rank 0 prints one JSON object a line; tokens/s is that of all ranks together.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
+from typing import Any
 
 import torch
 
 from rlctl.algorithms.losses import CrossEntropyLoss
-from rlctl.batch import pack
+from rlctl.batch import PackedBatch, pack
+from rlctl.device import Device
 from rlctl.engine import Engine
 from rlctl.microbatch import MicroBatchPlan
 from rlctl.plugins import load_plugins
 from rlctl.registry import create_engine, resolve_backend
 from rlctl.topology import Topology
+from rlctl.verify.topologies import parse_topology
 
-SHAPE = {
-    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
-    "max_position_embeddings": 40960,
+MODELS: dict[str, dict[str, Any]] = {
+    "0.6b": {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "tie_word_embeddings": True, "max_position_embeddings": 40960,
+    },
+    "tiny": {
+        "model_type": "qwen3", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True,
+        "max_position_embeddings": 4096,
+    },
 }  # fmt: skip
 
 
-def build(settings: dict) -> Engine:
+def build(backend: str, topology: Topology, device: Device, shape: dict[str, Any]) -> Engine:
     plugins = load_plugins()
-    record = resolve_backend(plugins, "fsdp2", "train", "language_model", "cuda", "nvidia")
-    engine = create_engine(plugins, record, role="actor", settings={"device": "cuda", **settings})
-    model = {"config": SHAPE, "seed": 0, "dtype": "float32"}
-    engine.build(Topology(), {"device": "cuda", **settings}, model, {"lr": 1e-5, "clip_grad": 1.0})
+    record = resolve_backend(plugins, backend, "train", "language_model", device.type, device.vendor)
+    settings = {"device": device.type}
+    engine = create_engine(plugins, record, role="actor", settings=settings)
+    model = {"config": shape, "seed": 0, "dtype": "float32"}
+    engine.build(topology, settings, model, {"lr": 1e-5, "clip_grad": 1.0})
     return engine
 
 
+def rows_of(engine: Engine, rows: int, length: int, vocab: int) -> PackedBatch:
+    assert engine.mesh is not None
+    drawn = torch.Generator().manual_seed(engine.mesh.dp_rank)
+    ids = torch.randint(0, vocab, (rows, length), generator=drawn)
+    return pack({"input_ids": list(ids), "loss_mask": [[False] + [True] * (length - 1)] * rows})
+
+
+def measure(engine: Engine, rows: int, length: int, steps: int, shape: dict[str, Any], device: str) -> dict[str, Any]:
+    assert engine.mesh is not None
+    assert engine.info is not None
+    on_device = device != "cpu"
+    batch, plan = rows_of(engine, rows, length, shape["vocab_size"]), MicroBatchPlan(max_tokens=rows * length)
+    seconds, loss = [], 0.0
+    for step in range(steps + 2):
+        if on_device:
+            torch.accelerator.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        loss = engine.train_batch(batch, CrossEntropyLoss(), plan).loss
+        if on_device:
+            torch.accelerator.synchronize()
+        if step >= 2:
+            seconds.append(time.perf_counter() - start)
+    median, ranks = statistics.median(seconds), engine.mesh.world_size
+    tokens = rows * length * engine.mesh.dp_size
+    layers, heads = shape["num_hidden_layers"], shape["num_attention_heads"]
+    flops = 3 * (2 * engine.info.num_parameters + 2 * layers * heads * shape["head_dim"] * length) * tokens / median
+    return {
+        "rows": rows,
+        "length": length,
+        "ranks": ranks,
+        "tokens_per_s": tokens / median,
+        "tokens_per_s_per_device": tokens / median / ranks,
+        "model_tflops_per_device": flops / 1e12 / ranks,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_device else None,
+        "loss": loss,
+        "step_s": {"median": median, "min": min(seconds), "max": max(seconds)},
+    }
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", default="fsdp2")
+    parser.add_argument("--topology", default=None)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--model", default="0.6b", choices=sorted(MODELS))
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--shapes", nargs="+", default=["16x1024", "2x8192"])
     args = parser.parse_args()
-    engine = build({})
+    device = Device(args.device, {"cuda": "nvidia", "npu": "ascend"}.get(args.device, "cpu"))
+    topology = parse_topology(args.topology, int(os.environ.get("WORLD_SIZE", "1")))
+    shape = MODELS[args.model]
+    engine = build(args.backend, topology, device, shape)
+    assert engine.mesh is not None
     assert engine.info is not None
-    print(json.dumps({"notes": dict(engine.info.notes), "parameters": engine.info.num_parameters}))
-    for shape in args.shapes:
-        rows, length = map(int, shape.split("x"))
-        ids = torch.randint(0, SHAPE["vocab_size"], (rows, length))
-        batch = pack({"input_ids": list(ids), "loss_mask": [[False] + [True] * (length - 1)] * rows})
-        plan = MicroBatchPlan(max_tokens=rows * length)
-        seconds = []
-        for step in range(args.steps + 2):
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            start = time.perf_counter()
-            out = engine.train_batch(batch, CrossEntropyLoss(), plan)
-            torch.cuda.synchronize()
-            if step >= 2:
-                seconds.append(time.perf_counter() - start)
-        median = statistics.median(seconds)
-        tokens = rows * length
-        attention = 2 * 28 * 16 * 128 * length
-        flops = 3 * (2 * engine.info.num_parameters + attention) * tokens / median
-        print(
-            f"{shape}: {tokens / median:,.0f} tokens/s, {flops / 1e12:.0f} model TFLOP/s, "
-            f"peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, loss {out.loss:.3f}, {median * 1e3:.0f} ms a step "
-            f"(min {min(seconds) * 1e3:.0f}, max {max(seconds) * 1e3:.0f})",
-            flush=True,
-        )
+    first = engine.mesh.rank == 0
+    what = {"backend": args.backend, "topology": topology.axes(), "device": args.device, "model": args.model}
+    if first:
+        print(json.dumps({**what, "notes": dict(engine.info.notes), "parameters": engine.info.num_parameters}))
+    for text in args.shapes:
+        rows, length = map(int, text.split("x"))
+        found = measure(engine, rows, length, args.steps, shape, args.device)
+        if first:
+            print(json.dumps({**what, **found}), flush=True)
+    engine.shutdown()
 
 
 if __name__ == "__main__":
