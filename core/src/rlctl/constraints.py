@@ -187,6 +187,12 @@ CONSTRAINTS: Mapping[str, Constraint] = {
         _experts,
         ("num_experts", "ep", "etp", "pp", "world_size"),
     ),
+    "ep_within_a_replica": Constraint(
+        "ep",
+        "ep must divide dp_shard x usp: the experts of each replica are spread over its own ranks",
+        lambda s, _: s["dp_shard"] * s["usp"] % s["ep"] == 0,
+        ("ep", "dp_shard", "usp"),
+    ),
     "etp_needs_experts": Constraint(
         "etp",
         "etp needs a model with experts, and ep x etp must divide the ranks of a pipeline stage",

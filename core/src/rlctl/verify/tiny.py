@@ -189,7 +189,9 @@ def write_tiny(model: TinyModel, into: Path, seed: int = 0) -> Path:
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        built = kind.from_config(config, dtype=torch.float32)
+        built: Any = kind.from_config(config, dtype=torch.float32)
+        if model.model_type is ModelType.VALUE_MODEL and built.score.bias is not None:
+            built.score.bias = None  # transformers before 5.17 knows no token_classification_bias
         with torch.no_grad():
             for name, parameter in built.named_parameters():
                 noise = torch.randn_like(parameter)

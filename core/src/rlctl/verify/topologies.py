@@ -45,6 +45,8 @@ def all_topologies(
         whole = _with_what_it_needs(sizes, axes)
         if whole is not None and (world_size := _ranks(whole)) <= most_ranks:
             found.append(resolve(world_size, {a.value: n for a, n in {Axis.DP_SHARD: 1, **whole}.items()}))
+    if {Axis.DP_SHARD, Axis.USP, Axis.EP} <= axes and most_ranks >= 4:
+        found += [resolve(4, {"dp_shard": 2, "usp": 2, "ep": n}) for n in (2, 4)]
     return sorted(dict.fromkeys(found), key=lambda t: (t.world_size, len(t.axes())))
 
 
@@ -65,7 +67,8 @@ def _with_what_it_needs(sizes: Mapping[Axis, int], axes: set[Axis]) -> dict[Axis
     spread = prod(whole.get(a, 1) for a in EXPERT_AXES)
     if spread > 1:
         carrier = next((a for a in _CARRIERS if a in axes), None)
-        stage = _ranks({a: n for a, n in whole.items() if a is not Axis.PP})
+        # Replicas have whole sets of experts each.
+        stage = _ranks({a: n for a, n in whole.items() if a not in (Axis.PP, Axis.DP_REPLICATE)})
         if carrier is None:
             return None
         if carrier in sizes:

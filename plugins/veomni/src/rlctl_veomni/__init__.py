@@ -1,0 +1,1 @@
+"""rlctl training backend on VeOmni."""
