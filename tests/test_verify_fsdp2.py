@@ -44,6 +44,7 @@ CONTROLS: list[tuple[str, str, str, set[str], set[str]]] = [
     ("stale_mask", "dp_shard=2", "qwen3", {"log_probs", "entropy", "loss", "gradients"}, {"export"}),
     ("shifted_mask", "dp_shard=2", "qwen3", {"log_probs", "entropy", "loss", "gradients"}, {"export"}),
     ("moments_forgotten", "dp_shard=2", "qwen3", {"checkpoint"}, ALWAYS - {"checkpoint"} | ADAMW),
+    ("moments_need_room", "dp_shard=2", "qwen3", {"checkpoint"}, ALWAYS - {"checkpoint"} | ADAMW),
     ("positions_not_reset", "dp_shard=2", "gpt2", {"log_probs", "loss", "gradients"}, {"export"}),
     ("misrouted", "dp_shard=2", "qwen3_moe", {"experts", "expert_tokens", "log_probs"}, {"export"}),
     ("positions_of_slices", "usp=2", "qwen3", {"log_probs", "loss", "gradients"}, {"export"}),

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from rlctl.device import Device
-from rlctl.plugins import load_plugins
+from rlctl.plugins import PluginSet, load_plugins
 from rlctl.records import EvidenceLevel
 from rlctl.testing.evidence import record_evidence
 from rlctl.verify.report import Report
 from rlctl.verify.request import make_request
 from rlctl.verify.run import Verifier
+from rlctl.verify.topologies import parse_topology
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed (rlctl-plugin-megatron)")
 pytestmark = pytest.mark.slow
@@ -46,8 +49,25 @@ WANTED: list[dict[str, int]] = [
 """What must be among them, whatever --all comes to choose."""
 
 
+ALLGATHER = ["dp_shard=2,ep=2", "tp=2,sp=1,ep=2", "tp=2,sp=1,dp_shard=2,ep=2", "dp_shard=4,ep=2,etp=2"]
+"""Where experts are verified with the other way to move tokens; --all has the one that is set by default."""
+
+
+@dataclass(frozen=True)
+class Lab:
+    """One verifier, so that ranks and references serve every test of this module."""
+
+    plugins: PluginSet
+    verifier: Verifier
+
+    def run(self, **asked: Any) -> Report:
+        """What :func:`make_request` is asked for, on the CPU."""
+        request = make_request(self.plugins, "megatron", Device("cpu"), record=False, timeout_s=180, **asked)
+        return self.verifier.run(request)
+
+
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Report]:
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     root = tmp_path_factory.mktemp("verify")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RLCTL_DATA_DIR", str(root / "data"))
@@ -55,9 +75,23 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Report]:
         patch.setenv("OMP_NUM_THREADS", "1")
         plugins = load_plugins()
         with Verifier(plugins) as verifier:
-            yield verifier.run(
-                make_request(plugins, "megatron", Device("cpu"), every=True, nproc=4, record=False, timeout_s=180)
-            )
+            yield Lab(plugins, verifier)
+
+
+@pytest.fixture(scope="module")
+def report(lab: Lab) -> Report:
+    return lab.run(every=True, nproc=4)
+
+
+@pytest.mark.parametrize("topology", ALLGATHER)
+def test_experts_that_gather_all_tokens_equal_one_process(lab: Lab, topology: str) -> None:
+    report = lab.run(topology=topology, models=["tiny:qwen3_moe"], engine=["moe_token_dispatcher=allgather"])
+    (case,) = [c for c in report.cases if c.model_type == "language_model"]
+    assert case.passed, (case.failures, case.error)
+    assert case.notes["experts_dispatch"] == "allgather"
+    assert dict(case.topology) == parse_topology(topology, None).axes()
+    assert set(case.deltas) == ALWAYS | ADAMW | HEADS["language_model"]
+    assert max(d.value for q, d in case.deltas.items() if q not in ADAMW) < BOUND, case.deltas
 
 
 def test_every_topology_equals_one_process(report: Report) -> None:

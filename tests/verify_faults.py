@@ -153,6 +153,19 @@ def moments_forgotten(patch: Patch) -> None:
     patch.setattr(state, "load_state", wrong)
 
 
+def moments_need_room(patch: Patch) -> None:
+    """Loading a checkpoint fills the moments that are there, and makes none in an engine that has not stepped."""
+    sound = state.load_state
+
+    def wrong(path: Path, root: Any, stepper: Any, *args: Any) -> None:
+        stepped = bool(stepper.optimizer.state)
+        sound(path, root, stepper, *args)
+        if not stepped:
+            stepper.optimizer.state.clear()
+
+    patch.setattr(state, "load_state", wrong)
+
+
 def misrouted(patch: Patch) -> None:
     """One rank sends some tokens to other experts."""
     sound = Qwen3MoeTopKRouter.forward
@@ -191,6 +204,7 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
         stale_mask,
         shifted_mask,
         moments_forgotten,
+        moments_need_room,
         misrouted,
     )
 } | {"positions_not_reset": _positions, "positions_of_slices": _positions}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,15 +83,28 @@ def measure(
     """
     for number, plan in enumerate(plans):
         rule, run = expected.runs[plan.name]
-        engine = _build(group, target, expected.directory, rule)
-        try:
+        state = scratch / plan.name
+        with _closing(_build(group, target, expected.directory, rule)) as engine:
             if number == 0:
                 measured.notes |= dict(engine.info.notes)
                 _before_training(engine, target, plans, expected, measured)
-            _train(engine, plan, rule, run, expected, scratch, measured)
-        finally:
-            engine.shutdown()
+            ended = _train(engine, plan, rule, run, expected, state, measured)
+            weights = dict(exported(engine)) if plan.rule == "adamw" else {}
+        if plan.rule == "adamw":
+            # A new one: in one that has stepped, what a checkpoint lacks may still lie about.
+            with _closing(_build(group, target, expected.directory, rule)) as engine:
+                _load_into_new(engine, plan, expected, state, ended, weights, measured.deltas)
+            shutil.rmtree(state, ignore_errors=True)
         report()
+
+
+@contextmanager
+def _closing(engine: RemoteEngine) -> Iterator[RemoteEngine]:
+    """``engine``, shut down at the end."""
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
 
 
 class SgdRefusedError(ConfigError):
@@ -176,31 +190,27 @@ def _train(
     rule: Rule,
     run: Run,
     expected: Expected,
-    scratch: Path,
+    state: Path,
     measured: Measured,
-) -> None:
-    """The steps of one run, and what came of them."""
+) -> tuple[float, float]:
+    """The steps of one run, and what came of them: the last one's loss and gradient norm.
+
+    Args:
+        state: where AdamW's run leaves a checkpoint of what was before the last step.
+    """
     deltas = measured.deltas
-    batches = [packed(samples, plan.objective) for samples in expected.batches]
-    loss_fn, objective = loss_of(plan.objective), plan.objective
-    last = len(batches) - 1
-    state = scratch / plan.name
-
-    def step(number: int) -> tuple[float, float]:
-        out = engine.train_batch(batches[number], loss_fn, plan.plan, objective.aggregation, objective.norm_length)
-        measured.micro_batches[plan.name] = max(measured.micro_batches.get(plan.name, 0), out.num_micro_batches)
-        return out.loss, out.step.grad_norm
-
     ended = (0.0, 0.0)
     for number, wanted in enumerate(run.steps):
-        if plan.rule == "adamw" and number == last:
+        if plan.rule == "adamw" and number == len(run.steps) - 1:
             state.mkdir(parents=True)
             engine.save_state(state)
-        ended = step(number)
+        loss, grad_norm, num_micro_batches = _step(engine, plan, expected.batches[number])
+        ended = loss, grad_norm
+        measured.micro_batches[plan.name] = max(measured.micro_batches.get(plan.name, 0), num_micro_batches)
         when = f"{plan.name}, step {number + 1}"
         later = "_adamw" if plan.rule == "adamw" and number else ""
-        deltas.note(f"loss{later}", abs(ended[0] - wanted.loss) / wanted.scale, when)
-        deltas.note(f"grad_norm{later}", compare.relative(ended[1], wanted.grad_norm), when)
+        deltas.note(f"loss{later}", abs(loss - wanted.loss) / wanted.scale, when)
+        deltas.note(f"grad_norm{later}", compare.relative(grad_norm, wanted.grad_norm), when)
         if number == 0 and plan.rule != "adamw":
             eps = None if rule.name == "sgd" else rule.eps
             with Tensors(expected.directory) as start, Tensors(run.gradient) as gradient:
@@ -214,32 +224,44 @@ def _train(
             assert run.bound is not None, "the reference follows the same rule"
             with Tensors(run.bound) as bound:
                 compare.compare_bounded(deltas, exported(engine), weights, bound, plan.name, expected.tied)
-    if plan.rule == "adamw":
-        _load_again(engine, state, lambda: step(last), ended, deltas)
-        shutil.rmtree(state, ignore_errors=True)
-    else:
+    if plan.rule != "adamw":
         _score(
-            engine, plan, expected.batches[0], run.scores, objective.temperature, expected, measured,
+            engine, plan, expected.batches[0], run.scores, plan.objective.temperature, expected, measured,
             f"after {plan.name}",
         )  # fmt: skip
+    return ended
 
 
-def _load_again(
+def _step(engine: RemoteEngine, plan: RunPlan, samples: Sequence[Sample]) -> tuple[float, float, int]:
+    """(loss, gradient norm, number of micro-batches) of one step."""
+    objective = plan.objective
+    out = engine.train_batch(
+        packed(samples, objective), loss_of(objective), plan.plan, objective.aggregation, objective.norm_length
+    )
+    return out.loss, out.step.grad_norm, out.num_micro_batches
+
+
+def _load_into_new(
     engine: RemoteEngine,
+    plan: RunPlan,
+    expected: Expected,
     state: Path,
-    step: Callable[[], tuple[float, float]],
     ended: tuple[float, float],
+    weights: Mapping[str, torch.Tensor],
     deltas: Deltas,
 ) -> None:
-    """Back to the saved state: the step that followed it must come out as it did."""
-    before = dict(exported(engine))
+    """The saved state in an engine that has made no step: the step that followed it must come out as it did.
+
+    Args:
+        ended, weights: loss, gradient norm and export after that step.
+    """
     engine.load_state(state)
-    again = step()
-    deltas.note("checkpoint", compare.relative(again[0], ended[0]), "loss")
-    deltas.note("checkpoint", compare.relative(again[1], ended[1]), "grad norm")
+    loss, grad_norm, _ = _step(engine, plan, expected.batches[-1])
+    deltas.note("checkpoint", compare.relative(loss, ended[0]), "loss")
+    deltas.note("checkpoint", compare.relative(grad_norm, ended[1]), "grad norm")
     for name, tensor in exported(engine):
-        scale = max(compare.largest(before[name]), 1e-12)
-        deltas.note("checkpoint", compare.largest(tensor.double() - before[name].double()) / scale, name)
+        scale = max(compare.largest(weights[name]), 1e-12)
+        deltas.note("checkpoint", compare.largest(tensor.double() - weights[name].double()) / scale, name)
 
 
 def exported(engine: RemoteEngine) -> Iterator[tuple[str, torch.Tensor]]:
