@@ -92,9 +92,9 @@ def test_versions_are_those_of_the_plugin() -> None:
 
 
 def test_axes_that_bind_sharded_moments_are_named() -> None:
-    from rlctl_megatron import state
+    from rlctl_megatron import written
 
-    *most, last = state._LAYOUT
+    *most, last = written._LAYOUT
     assert f"other sizes of {', '.join(most)} or {last}" in PAGE
 
 
@@ -109,5 +109,20 @@ def test_what_the_page_says_of_cuda_is_what_ships() -> None:
     folder = PLUGIN / "src" / "rlctl_megatron" / "evidence"
     records = [json.loads(p.read_text(encoding="utf-8")) for p in folder.glob("*.json")]
     proved = {tuple(sorted(r["axes"])) for r in records if r["device"] == "cuda"}
-    assert proved == {(), ("dp_shard",), ("tp",), ("sp", "tp"), ("pp",), ("cp",)}
-    assert "one process, and over NCCL two ranks\nwith dp_shard, tp, tp with sp, pp and cp" in PAGE
+    exact = {
+        (),
+        ("dp_shard",),
+        ("tp",),
+        ("sp", "tp"),
+        ("pp",),
+        ("pp", "vpp"),
+        ("cp",),
+        ("dp_shard", "ep"),
+        ("etp", "sp", "tp"),
+    }
+    assert proved == exact
+    halves = {tuple(sorted(r["axes"])) for r in records if r["device"] == "cuda" and "bfloat16" in r["what"]}
+    assert exact - halves == {("pp", "vpp"), ("etp", "sp", "tp")}
+    text = " ".join(PAGE.split())
+    assert "two ranks with dp_shard, tp, tp with sp, pp, pp with vpp, cp, ep and etp (with tp and sp)" in text
+    assert "in bfloat16 all of these but vpp and etp" in text
