@@ -3,15 +3,18 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 BIN := $(VENV)/bin
+# Backends whose versions of shared packages are others than the base's have an environment each.
+VENVS ?= .venvs
 # Tests of one file stay together: they share what is costly to start. One thread each, since ranks share the cores too.
 TEST_WORKERS ?= 2
 DISTS := core/pyproject.toml cli/pyproject.toml plugins/fsdp/pyproject.toml plugins/megatron/pyproject.toml
 
-.PHONY: evidence quickstart test test-backends lint bench bench-controller bench-quickstart smollm2 docs-check clean help
+.PHONY: test-veomni evidence-veomni evidence quickstart test test-backends lint bench bench-controller bench-quickstart smollm2 docs-check clean help
 
 help:
 	@echo "make quickstart        install and train the quickstart recipe, then write its report"
 	@echo "make test              install and run every test of the base environment"
+	@echo "make test-backends     the tests of backends with environments of their own: veomni"
 	@echo "make lint              ruff and pyright"
 	@echo "make bench-quickstart  the quickstart with three seeds"
 	@echo "make bench-controller  what the controller costs a step with 1,024 simulated ranks"
@@ -38,6 +41,26 @@ quickstart: $(VENV)/.run
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+test-backends: test-veomni
+
+# veomni brings torchvision, through timm. Where its build does not fit torch's (one for CUDA beside a torch for the CPU) no model
+# of transformers can be imported; no language model needs either.
+$(VENVS)/veomni/.ok: core/pyproject.toml cli/pyproject.toml plugins/veomni/pyproject.toml constraints/veomni.txt
+	$(PYTHON) -m venv $(VENVS)/veomni
+	$(VENVS)/veomni/bin/pip install -q $(PIP_ARGS) torch==2.13.0
+	$(VENVS)/veomni/bin/pip install -q $(PIP_ARGS) -c constraints/veomni.txt hatchling editables pytest pytest-xdist hypothesis
+	$(VENVS)/veomni/bin/pip install -q $(PIP_ARGS) -c constraints/veomni.txt --no-build-isolation \
+	  -e 'core[data,math,tensorboard,testing]' -e cli -e plugins/veomni
+	$(VENVS)/veomni/bin/python -c 'import torchvision' 2>/dev/null || $(VENVS)/veomni/bin/pip uninstall -q -y torchvision timm
+	@touch $@
+
+test-veomni: $(VENVS)/veomni/.ok
+	OMP_NUM_THREADS=1 $(VENVS)/veomni/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile plugins/veomni/tests $(PYTEST_ARGS)
+
+evidence-veomni: $(VENVS)/veomni/.ok
+	RLCTL_EVIDENCE_DIR=$(CURDIR)/plugins/veomni/src/rlctl_veomni/evidence OMP_NUM_THREADS=1 $(VENVS)/veomni/bin/python -m pytest \
+	  plugins/veomni/tests/test_veomni_verify.py
 
 # The records that ship inside the plugins: written by what compares, never by hand.
 evidence: $(VENV)/.dev

@@ -235,12 +235,13 @@ def test_exit_codes(site, names, flags, code):
         assert "rlctl doctor healthy" in done.stderr
 
 
-def test_a_known_backend_that_is_not_installed(site):
-    done = rlctl(site, "doctor", "veomni", "--json", "--quick")
+@pytest.mark.parametrize(("backend", "released"), [("veomni", True), ("vllm", False)])
+def test_a_known_backend_that_is_not_installed(site, backend, released):
+    done = rlctl(site, "doctor", backend, "--json", "--quick")
     (row,) = json.loads(done.stdout)["backends"]
-    assert (row["status"], row["version"], row["dist"]) == ("fail", None, "rlctl-plugin-veomni")
-    assert "not released" in row["cause"][1]
-    assert row["next"] == "pip install rlctl-plugin-veomni"
+    assert (row["status"], row["version"], row["dist"]) == ("fail", None, f"rlctl-plugin-{backend}")
+    assert ("not released" in " ".join(row["cause"])) is not released
+    assert row["next"] == f"pip install rlctl-plugin-{backend}"
     assert done.returncode == 1
 
 

@@ -66,6 +66,7 @@ def cells(backend: str, axis: str, device: str = "cuda", dist: str | None = None
         ("megatron", "cuda", {"tp": YES, "pp": YES, "ep": YES, "cp": YES, "sp": IF, "vpp": IF, "usp": NO}),
         ("megatron", "npu", {"tp": YES, "pp": YES, "ep": YES, "cp": YES, "sp": IF, "vpp": IF, "usp": NO}),
         ("veomni", "cuda", {"ep": YES, "usp": YES, "tp": NO, "pp": NO, "cp": NO}),
+        ("veomni", "cpu", {"ep": YES, "usp": YES, "dp_replicate": YES, "tp": NO, "sp": NO, "pp": NO, "etp": NO}),
         ("mindspeed_mm", "npu", {"tp": IF, "cp": IF, "pp": NO, "usp": NO}),
         ("torchtitan", "cuda", {"tp": YES, "cp": YES, "ep": YES, "pp": NO}),
         ("automodel", "cuda", {"tp": YES, "cp": YES, "ep": YES, "pp": NO}),
@@ -92,6 +93,7 @@ def test_what_is_known_of_the_field(backend, device, wanted):
         ("fsdp2", "cuda", "usp", "heads_divisible_by_usp"),
         ("veomni", "cuda", "usp", "heads_divisible_by_usp"),
         ("veomni", "cuda", "ep", "experts_divisible_by_ep"),
+        ("veomni", "cuda", "ep", "ep_within_a_replica"),
         ("fsdp_turbo", "cuda", "cp", "cp_excludes_usp"),
         ("fsdp_turbo", "cuda", "usp", "usp_excludes_cp"),
     ],
@@ -184,7 +186,7 @@ def test_megatron_is_released_for_cpu_and_cuda_and_planned_for_npu():
 
 
 def test_planned_plugins_say_so_and_give_the_command():
-    for name, kind in (("veomni", "train"), ("vllm", "rollout"), ("mindspeed", "train")):
+    for name, kind in (("vllm", "rollout"), ("mindspeed", "train")):
         entry = catalogue.find(name, BackendKind(kind))
         assert entry is not None
         assert entry.state is PluginState.PLANNED

@@ -135,7 +135,9 @@ def test_a_layout_that_is_refused_keeps_its_ranks() -> None:
     layout = lay_out("actor", known("veomni"), "main", 8, {"tp": 2}, *CUDA, DENSE)
     assert layout.topology is not None
     assert layout.dp_size == 4
-    assert layout.problems == ("actor.parallel.tp=2: its training arguments assert tp = 1; take megatron",)
+    assert layout.problems == (
+        "actor.parallel.tp=2: VeOmni's training asserts tp = 1: no matrix is split between ranks; take megatron",
+    )
 
 
 def test_notes_are_kept() -> None:

@@ -174,7 +174,9 @@ def rank(
 def test_only_megatron_has_pipeline_stages() -> None:
     found = {c.name: c for c in rank({"pp": 2})}
     assert [c.name for c in rank({"pp": 2}) if c.fits] == ["megatron"]
-    assert found["veomni"].reasons == ("needs pp=2: its training arguments assert pp = 1; only megatron has it",)
+    assert found["veomni"].reasons == (
+        "needs pp=2: VeOmni's training asserts pp = 1: every rank runs all layers; only megatron has it",
+    )
     assert found["fsdp2"].reasons == ("needs pp=2: every rank runs all layers; only megatron has it",)
     assert found["megatron"].install == "pip install rlctl-plugin-megatron"
     [npu] = [c for c in rank({"pp": 2}, "npu") if c.name == "megatron"]
@@ -184,7 +186,7 @@ def test_only_megatron_has_pipeline_stages() -> None:
 def test_the_order_is_state_before_all_else() -> None:
     names = [(c.name, c.state) for c in rank({}) if c.fits]
     assert names == [
-        ("fsdp2", "released"), ("megatron", "released"), ("veomni", "planned"), ("torchtitan", "not_built"),
+        ("fsdp2", "released"), ("megatron", "released"), ("veomni", "released"), ("torchtitan", "not_built"),
         ("automodel", "not_built"), ("fsdp_turbo", "not_built"),
     ]  # fmt: skip
 

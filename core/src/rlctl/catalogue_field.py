@@ -116,8 +116,8 @@ _FIELD: tuple[_Backend, ...] = (
         name="veomni",
         kind=BackendKind.TRAIN,
         summary="VeOmni: FSDP2 with Ulysses and expert parallelism",
-        dist="rlctl-plugin-veomni",
-        devices=(CUDA, NPU, CPU),
+        dist=None,
+        devices=(NPU,),
         heads=(LM, VALUE),
         row={
             "dp_shard": _yes("FSDP2 of every layer"),

@@ -32,6 +32,7 @@ from rlctl_veomni import attention, families, kernels, standins, weights
 from rlctl_veomni.config import VeOmniConfig
 from rlctl_veomni.job import take_jobs
 from rlctl_veomni.mesh import Place
+from rlctl_veomni.notices import quietly
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _EMPTY = "weights come later"
@@ -117,7 +118,7 @@ def build(
     if head is ModelType.VALUE_MODEL:
         hf.tie_word_embeddings = False
     attention.register()
-    with _random_state_kept(place.device):
+    with _random_state_kept(place.device), quietly():
         model = build_foundation_model(
             config_path=hf,
             weights_path=_EMPTY,

@@ -17,7 +17,7 @@ _CELLS: dict[Axis, tuple[Support, str, str | None]] = {
     Axis.DP_REPLICATE: (Support.SUPPORTED, "replicas of sharded weights (HSDP), of experts too", None),
     Axis.TP: (
         Support.UNSUPPORTED,
-        "VeOmni's training asserts tp = 1 (a build says 'Only FSDP training supports init_device=meta' instead); take megatron",
+        "VeOmni's training asserts tp = 1: no matrix is split between ranks; take megatron",
         None,
     ),
     Axis.SP: (
