@@ -236,6 +236,22 @@ def test_megatron_recomputes_layers_by_its_own_setting() -> None:
     assert not megatron({"activation_checkpointing": True}, {}, 1).s.checkpointing
 
 
+def test_megatron_s_gradient_buffers_are_there_at_every_moment() -> None:
+    for axes, world in (({}, 1), ({"tp": 2}, 4)):
+        memory = megatron({}, axes, world)
+        whole = memory.count.total * 4 // axes.get("tp", 1)
+        for moment in memory.moments():
+            assert [i.num_bytes for i in moment.items if i.name == "gradients"] == [whole], moment.name
+    assert "buffers that stay" in megatron({}, {}, 1).state.gradients().formula
+
+
+def test_megatron_s_new_gradients_are_those_of_one_weight() -> None:
+    memory = megatron({"param_dtype": "bfloat16"}, {}, 1)
+    fresh = {m.name: i.num_bytes for m in memory.moments() for i in m.items if i.name == "new gradients"}
+    assert fresh["last layer's backward"] == 4096 * 14336 * 2
+    assert fresh["last layer's end"] == 0
+
+
 # ---- rollout ----------------------------------------------------------------------------------------------------------------
 def rollout(run: RunConfig, name: str = "hf", section: dict[str, Any] | None = None, **more: Any) -> RolloutMemory:
     values: dict[str, Any] = {"dp_size": 1, "ranks": 1, "shared": False, "device": "cuda", **more}

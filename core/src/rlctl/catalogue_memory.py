@@ -20,6 +20,8 @@ class MemoryPolicy:
         weights, gradients: dtype between calls.
         optimizer: (name, dtype) of each tensor that the optimizer keeps.
         sharded: which of ``weights``, ``gradients``, ``optimizer`` the ranks of dp_shard share; the others are whole on each.
+        buffered_gradients: gradients are added up in buffers that live as long as the engine, beside weights: they take memory
+            while others generate or score, too.
         gathers: layers are gathered whole for use.
         shards_optimizer: key of the engine's section that is ``always``, ``never``, or ``auto`` (AdamW's, between two or more
             replicas) where the optimizer's share of ``sharded`` is a choice; empty where it is none.
@@ -35,6 +37,7 @@ class MemoryPolicy:
     gradients: str = "master"
     optimizer: tuple[tuple[str, str], ...] = (("first Adam moment", "master"), ("second Adam moment", "master"))
     sharded: tuple[str, ...] = ("weights", "gradients", "optimizer")
+    buffered_gradients: bool = False
     gathers: bool = True
     shards_optimizer: str = ""
     autocast: bool = False
@@ -73,6 +76,7 @@ _MEGATRON = MemoryPolicy(
     gradients="float32",
     optimizer=(("float32 master copy", "main"), ("first Adam moment", "float32"), ("second Adam moment", "float32")),
     sharded=("optimizer",),
+    buffered_gradients=True,
     gathers=False,
     shards_optimizer="distributed_optimizer",
     chunked_logits=True,

@@ -353,8 +353,11 @@ def _at_rest(memory: TrainMemory | StateMemory, request: Request, *, keep_weight
     _, section = _section(request.config, state.role)
     policy, offloads = state.setting.policy, request.device != "cpu"
     out = []
-    if keep_weights or not (offloads and section.get(policy.param_offload)):
+    stays = not (offloads and section.get(policy.param_offload))
+    if keep_weights or stays:
         out.append(state.weights())
+    if state.role != "ref" and policy.buffered_gradients and stays:
+        out.append(state.gradients())
     if state.role != "ref" and state.setting.moments and not state.setting.moments_away:
         out.append(state.optimizer())
     return out

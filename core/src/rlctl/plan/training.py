@@ -60,7 +60,8 @@ class StateMemory:
     def gradients(self) -> Item:
         size, dtype = self._bytes(self.setting.policy.gradients)
         mine, over = self._share("gradients", self.trained)
-        return self.item("gradients", mine * size, f"{self.trained:,} parameters x {size} bytes ({dtype}){over}")
+        kept = ", in buffers that stay" if self.setting.policy.buffered_gradients else ""
+        return self.item("gradients", mine * size, f"{self.trained:,} parameters x {size} bytes ({dtype}){over}{kept}")
 
     def waiting_gradients(self) -> Item:
         """Gradients of earlier micro-batches while a later one runs: whole where they are reduced once, at the end."""
@@ -184,6 +185,12 @@ class TrainMemory:
     def _expert_matrices(self) -> int:
         return self.shape.num_experts * 3 * self.shape.hidden_size * self.shape.expert_size
 
+    @property
+    def _gradient_bytes(self) -> int:
+        """Of an element of a new gradient: it has the dtype of the weight that was computed with."""
+        own = self.s.wrapped or self.s.policy.weights == "compute"
+        return self.p.compute_bytes if own else self.p.master_bytes
+
     def _gradients_so_far(self, done: int, begun: float) -> list[Item]:
         """Gradients while a backward pass runs.
 
@@ -191,13 +198,17 @@ class TrainMemory:
             done: layers whose backward pass has ended.
             begun: the share of one more layer whose gradients are there.
         """
-        grad = self.p.compute_bytes if self.s.wrapped else self.p.master_bytes
+        grad = self._gradient_bytes
         split = self.s.tp * self.s.pp
         layer = sum(kind.num_layers * kind.parameters for kind in self.count.layers) / self.shape.num_layers / split
         wide = self.shape.vocab_size * self.shape.hidden_size / split
         fresh = begun * layer * grad
         words = f"the head's, {done} layers' and those that one more layer has made"
         first_batch = self.load.micro_batches == 1
+        if self.s.policy.buffered_gradients:
+            # A weight's own goes as soon as it is in the buffer: at a layer's end all have gone.
+            new = begun * layer * grad if begun < 1 else 0
+            return [self._item("new gradients", new, "those of one weight, before the buffer has them")]
         if first_batch or self.shape.tied or self.s.wrapped:
             fresh += wide * grad
         if self.s.wrapped and done:
@@ -214,7 +225,9 @@ class TrainMemory:
         items = [self.state.weights()]
         if self.trained:
             items += [self.state.optimizer()] if self.s.moments and (stepping or not self.s.moments_away) else []
-            if not stepping and self.load.micro_batches > 1:
+            if self.s.policy.buffered_gradients:
+                items.append(self.state.gradients())
+            elif not stepping and self.load.micro_batches > 1:
                 items.append(self.state.waiting_gradients())
         return items
 
@@ -235,8 +248,12 @@ class TrainMemory:
             ),
             *self._layer_moments(held, kept_cast),
             self._embedding_backward(held),
-            Moment("optimizer step", (*self._resident(stepping=True), self.state.gradients())),
+            Moment("optimizer step", (*self._resident(stepping=True), *self._full_gradients())),
         ]
+
+    def _full_gradients(self) -> list[Item]:
+        """All of them, unless they are among what is there at any time."""
+        return [] if self.s.policy.buffered_gradients else [self.state.gradients()]
 
     def _layer_moments(self, held: list[Item], cast: list[Item]) -> list[Moment]:
         """Backward passes of the first two layers that run one (the last of the model), and of the last two.
@@ -276,10 +293,10 @@ class TrainMemory:
 
     def _embedding_backward(self, held: list[Item]) -> Moment:
         """A tied matrix has the head's gradient, the embedding's and their sum; a wrapped root is reduced as a whole."""
-        full = [] if self.load.micro_batches > 1 else [self.state.gradients()]
+        full = [] if self.load.micro_batches > 1 else self._full_gradients()
         split, outside = self.s.tp * self.s.pp, self.count.outside_layers
         wide = self.shape.vocab_size * self.shape.hidden_size / split
-        grad = self.p.compute_bytes if self.s.wrapped else self.p.master_bytes
+        grad = self._gradient_bytes
         whole: list[Item] = []
         size, words = 0.0, "nothing more"
         if self.s.wrapped:

@@ -28,7 +28,8 @@ class MegatronConfig(Strict):
     )
     distributed_optimizer: Literal["auto", "always", "never"] = Field(
         default="auto",
-        description="Shard moments and main weights over data parallel ranks. auto: AdamW's, with two or more of them.",
+        description="Shard moments and main weights over data parallel and context parallel ranks (dp x cp). auto: AdamW's, "
+        "with two or more data parallel ranks.",
     )
     moe_token_dispatcher: Literal["alltoall", "allgather"] = Field(
         default="alltoall", description="How tokens reach the ranks of their experts."

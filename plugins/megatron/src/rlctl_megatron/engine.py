@@ -127,7 +127,9 @@ class MegatronEngine:
             "layers": "Transformer Engine's modules" if engine else "megatron-core's local modules",
             "gradients": "summed over data and context parallel ranks, once a step; nothing is divided (the loss is weighted)",
             "compute_dtype": str(settings.params_dtype).removeprefix("torch."),
-            "optimizer": "moments sharded over data parallel ranks" if distributed else "moments whole on every rank",
+            "optimizer": "moments sharded over data and context parallel ranks"
+            if distributed
+            else "moments whole on every rank",
             "schedule": "interleaved 1F1B" if t.vpp > 1 else "1F1B" if t.pp > 1 else "one stage",
         }
         if t.sp and t.tp == 1:

@@ -25,7 +25,7 @@ class Stepper:
 
     Args:
         settings: the ``optim`` section.
-        distributed: moments and main weights are sharded over data parallel ranks.
+        distributed: moments and main weights are sharded over data parallel and context parallel ranks.
 
     Raises:
         ConfigError: the schedule does not know its length, or an optimizer that this backend has not.
