@@ -171,6 +171,21 @@ def set_device(device: DeviceLike, local_rank: int) -> None:
     _runtime(_type_of(device)).set_device(local_rank)
 
 
+def indexed(device: str) -> str:
+    """``device`` with its index: of one without, the current device of its type. A CPU has none."""
+    if _type_of(device) == "cpu" or _index(device) is not None:
+        return device
+    return f"{device}:{_runtime(device).current_device()}"
+
+
+def unit(device: str) -> str:
+    """What tells this device from all others wherever it is seen from; empty where it does not say (a CPU)."""
+    if _type_of(device) == "cpu":
+        return ""
+    found = _runtime(_type_of(device)).get_device_properties(_index(indexed(device)))
+    return str(getattr(found, "uuid", "") or "")
+
+
 def synchronize(device: DeviceLike) -> None:
     """Wait for all work queued on the device. Nothing to do on a CPU."""
     if _type_of(device) != "cpu":

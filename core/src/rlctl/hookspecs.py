@@ -80,7 +80,11 @@ class DiscoverySpecs:
 
     @hookspec
     def rlctl_weight_transports(self) -> Iterable[WeightTransportSpec]:  # type: ignore[empty-body]
-        """Returns ways to carry weights from training to rollout engines."""
+        """Returns ways to carry weights from training to rollout ranks in other processes.
+
+        Each rank offers those of its environment; of what all offer, :func:`rlctl.runtime.transfer.choose` takes the one that
+        fits their devices and reaches least far.
+        """
 
     @hookspec
     def rlctl_engine_wrappers(self, backend: str, role: str) -> Iterable[tuple[str, str]]:  # type: ignore[empty-body]

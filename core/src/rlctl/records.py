@@ -179,7 +179,8 @@ class RecipeSpec:
 class WeightTransportSpec:
     """A way to carry weights from a training engine to a rollout engine.
 
-    ``target`` is ``module:Class``; see :mod:`rlctl.sync` for its two methods. ``scope`` says how far it reaches.
+    ``target`` is ``module:Class``, a :class:`rlctl.runtime.transfer.WeightLink`. ``scope`` says how far it reaches: ``host``
+    (processes of one host, which may share a device) or ``network``; within one ``process`` engines hand over themselves.
     """
 
     name: str

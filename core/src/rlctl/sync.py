@@ -1,8 +1,9 @@
 """Training weights to rollout weights, fingerprinted.
 
 Two in-process ways live here: the rollout engine generates from the training module itself (*shared*), or takes the
-exported Hugging Face tensors (*copy*). After a copy, each tensor's fingerprint is taken on both sides and compared, so
-a stale, partial or wrongly mapped sync stops the run instead of shifting its reward.
+exported Hugging Face tensors (*copy*); :mod:`rlctl.runtime.transfer` has the ways between processes. After a copy, each
+tensor's fingerprint is taken on both sides and compared, so a stale, partial or wrongly mapped sync stops the run instead
+of shifting its reward.
 """
 
 from __future__ import annotations
@@ -38,13 +39,57 @@ def fingerprint_tensor(tensor: torch.Tensor) -> str:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one sync did."""
+    """What one sync did.
+
+    Args:
+        how: ``shared``, ``copy``, ``controller``, or the name of a link between processes (``gloo``, ``nccl``).
+        num_bytes: of the tensors that were handed over, once, however many ranks got them.
+        seconds: with export, loading and all checks.
+        peak_bytes: the most that a rank held beside its engines: buckets and one tensor. 0 where nothing is packed.
+    """
 
     version: int
     how: str
     num_tensors: int
     num_bytes: int
     seconds: float
+    peak_bytes: int = 0
+
+    @property
+    def gb_per_s(self) -> float:
+        """10**9 bytes a second over the whole sync; 0 where nothing was handed over."""
+        return self.num_bytes / self.seconds / 1e9 if self.seconds else 0.0
+
+
+class Ledger:
+    """What an export has given out so far.
+
+    Args:
+        verify: take fingerprints.
+    """
+
+    def __init__(self, *, verify: bool) -> None:
+        self.sent: dict[str, str] = {}
+        """Name -> fingerprint, or an empty text."""
+        self.num_bytes = 0
+        self._verify = verify
+
+    def note(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """``weights`` as they are, each written down before it is given out.
+
+        Raises:
+            GuardError: a name comes a second time.
+        """
+        for name, tensor in weights:
+            if name in self.sent:
+                raise GuardError(
+                    f"the training engine exports weight {name!r} twice",
+                    found=f"a second one of shape {tuple(tensor.shape)} after {len(self.sent)} tensors",
+                    wanted="every tensor of the model exactly once",
+                )
+            self.sent[name] = fingerprint_tensor(tensor) if self._verify else ""
+            self.num_bytes += tensor.numel() * tensor.element_size()
+            yield name, tensor
 
 
 def sync_weights(
@@ -59,28 +104,19 @@ def sync_weights(
         dtype: dtype of the copy, None for the master weights'.
 
     Raises:
-        GuardError: a name was not loaded, or a fingerprint differs.
+        GuardError: a name was exported twice or not loaded, or a fingerprint differs.
     """
     start = time.perf_counter()
     if share:
         module = actor.local_module()
         if module is not None and rollout.attach_module(module, version):
             return SyncReport(version, "shared", 0, 0, time.perf_counter() - start)
-    sent: dict[str, str] = {}
-    num_bytes = 0
-
-    def outgoing() -> Iterator[tuple[str, torch.Tensor]]:
-        nonlocal num_bytes
-        for name, tensor in actor.export_weights(dtype):
-            sent[name] = fingerprint_tensor(tensor) if verify else ""
-            num_bytes += tensor.numel() * tensor.element_size()
-            yield name, tensor
-
-    result = rollout.load_weights(outgoing(), version)
-    check_coverage(sent, result, version)
+    ledger = Ledger(verify=verify)
+    result = rollout.load_weights(ledger.note(actor.export_weights(dtype)), version)
+    check_coverage(ledger.sent, result, version)
     if verify:
-        check_fingerprints(sent, rollout.weight_fingerprint(list(sent)), version)
-    return SyncReport(version, "copy", len(sent), num_bytes, time.perf_counter() - start)
+        check_fingerprints(ledger.sent, rollout.weight_fingerprint(list(ledger.sent)), version)
+    return SyncReport(version, "copy", len(ledger.sent), ledger.num_bytes, time.perf_counter() - start)
 
 
 def check_coverage(sent: Mapping[str, str], answer: Mapping[str, Any], version: int) -> None:

@@ -50,6 +50,15 @@ class RuntimeConfig(Strict):
         description="Further pools by name, for roles that shall not share the main pool's processes.",
     )
     ray: RayConfig = Field(default_factory=RayConfig, description="Where Ray is. Used with launcher ray.")
+    weight_transport: Literal["auto", "controller", "collective"] = Field(
+        default="auto",
+        description="How weights go from the training pool to a rollout pool. collective: from rank to rank in a process "
+        "group of their own (NCCL between GPUs, gloo between CPU processes). controller: through the controller, on the "
+        "CPU. auto: collective where all ranks are on one kind of device, else controller. In one pool neither is used.",
+    )
+    weight_bucket_mib: Count = Field(
+        default=256, description="MiB of a bucket in which weights travel between pools; each side holds two."
+    )
     start_timeout_s: PositiveFloat = Field(default=300.0, description="Longest wait for the first word of every rank.")
     hang_timeout_s: PositiveFloat = Field(
         default=1800.0, description="A run ends when no rank makes any progress for this long."

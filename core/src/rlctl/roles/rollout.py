@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlctl.config.schema import RolloutConfig
 from rlctl.generation import Completion, GenerateRequest, SamplingParams
+from rlctl.runtime.carriage import Transfer
 from rlctl.runtime.remote import RemoteEngine
 from rlctl.sync import SyncReport
 
@@ -19,6 +20,7 @@ class RolloutRole:
         stop_token_ids: tokens that end a turn of the chat template, beside the model's own end tokens.
         verify_sync: compare fingerprints after each copy of weights.
         dtype: dtype of a copy, None for the master weights'.
+        transfer: how weights travel to another pool.
     """
 
     engine: RemoteEngine
@@ -28,12 +30,18 @@ class RolloutRole:
     verify_sync: bool = True
     dtype: str | None = None
     version: int = 0
+    transfer: Transfer = field(default_factory=Transfer)
 
     def sync(self, actor: RemoteEngine) -> SyncReport:
         """Serve the actor's weights from here on."""
         self.version += 1
         return actor.sync_to(
-            self.engine, self.version, share=self.config.share_weights, verify=self.verify_sync, dtype=self.dtype
+            self.engine,
+            self.version,
+            share=self.config.share_weights,
+            verify=self.verify_sync,
+            dtype=self.dtype,
+            transfer=self.transfer,
         )
 
     def sample(

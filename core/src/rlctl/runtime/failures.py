@@ -22,13 +22,17 @@ _COLLECTIVE_TEXT = re.compile(
     r"\b(gloo|nccl|hccl)\b|connection (was )?(closed|reset|refused)|broken pipe|process group|\bpeer\b|socket",
     re.IGNORECASE,
 )
-_COLLECTIVE_TYPES = re.compile(r"Dist\w*Error$")
-_COLLECTIVE_FRAME = re.compile(r'File "[^"]*torch[/\\]distributed[/\\]')
+_COLLECTIVE_TYPES = re.compile(r"Dist\w*Error$|PeerFailedError$")
+_COLLECTIVE_FRAME = re.compile(r'File "[^"]*(torch[/\\]distributed[/\\]|rlctl[/\\]runtime[/\\]link_wait\.py")')
 _TOP_FRAMES = 8
 
 
 class WorkerError(RlctlError):
     """A rank died, hung, or raised something that is not its user's doing. ``details`` has every rank's last state."""
+
+
+class PeerFailedError(RuntimeError):
+    """This rank is well; it ends its work because another one, in whatever pool, said that it failed or does not go on."""
 
 
 # ---- on the rank ------------------------------------------------------------------------------------------------------

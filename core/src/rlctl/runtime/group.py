@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,6 +151,26 @@ class WorkerGroup:
         on_event: Callable[[Any], None] | None = None,
         hang_s: float | None = None,
     ) -> list[Any]:
+        pending = self.begin(method, args_by_rank, doing=doing, on_event=on_event, hang_s=hang_s)
+        with self.ending_with_its_calls():
+            while not pending.turn():
+                pass
+        return pending.answers()
+
+    def begin(
+        self,
+        method: str,
+        args_by_rank: Sequence[tuple[Any, ...]],
+        *,
+        doing: str,
+        on_event: Callable[[Any], None] | None = None,
+        hang_s: float | None = None,
+    ) -> Pending:
+        """Send a call to the first ranks, one a tuple of arguments, and return at once.
+
+        Nothing else may be called until its answers are there; its caller takes turns at it, within
+        :meth:`ending_with_its_calls`.
+        """
         if self._failure is not None:
             raise failures.WorkerError(
                 f"the ranks of pool {self.name} have ended already, so there is no {method}",
@@ -159,63 +180,26 @@ class WorkerGroup:
         call_id = next(self._ids)
         if isinstance(self._transport, InlineTransport):
             self._transport.on_event = None if on_event is None else lambda event: on_event(event.value)
-        try:
+        with self.ending_with_its_calls():
             packed: dict[int, Any] = {}
             for rank, args in enumerate(args_by_rank):
                 if id(args) not in packed:
                     packed[id(args)] = self._transport.pack(Call(call_id, method, args))
                 self._transport.send(rank, packed[id(args)])
-            del packed
-            return self._gather(call_id, len(args_by_rank), doing, on_event, hang_s or self.limits.hang_s)
+        return Pending(self, call_id, len(args_by_rank), doing, on_event, hang_s or self.limits.hang_s)
+
+    @contextmanager
+    def ending_with_its_calls(self) -> Iterator[None]:
+        """Whatever leaves this block by an error ends the ranks: those that still work on a call would answer the next."""
+        try:
+            yield
         except BaseException as error:
-            # Ranks that still work on this call would answer the next one.
             if not self.inline:
                 self._failure = error
                 self.kill()
             raise
 
-    def _gather(
-        self, call_id: int, count: int, doing: str, on_event: Callable[[Any], None] | None, hang_s: float
-    ) -> list[Any]:
-        values: dict[int, Any] = {}
-        failed: list[Raised | Death] = []
-        watch = _Watch(range(count), hang_s)
-        until: float | None = None
-        while True:
-            for message in self._transport.receive(_POLL_S if until is None else _GRACE_POLL_S):
-                if isinstance(message, Death):
-                    failed.append(message)
-                elif message.call_id not in (call_id, START_UP):
-                    continue  # said by a call that has ended
-                elif isinstance(message, Result):
-                    values[message.rank] = message.value
-                    watch.settled(message.rank)
-                elif isinstance(message, Raised):
-                    failed.append(message)
-                elif isinstance(message, Event):
-                    watch.alive(message.rank)
-                    if on_event is not None:
-                        on_event(message.value)
-            if failed:
-                until = self._until(until, failed)
-                if time.monotonic() >= until or _all_settled(count, values, failed):
-                    raise failures.failure_error(self._ranks(failed), failed, doing)
-            elif len(values) == count:
-                return [values[rank] for rank in range(count)]
-            elif silent := watch.silent(self._transport.statuses):
-                ranks = self._ranks()  # first: to be asked for its stack may wake a rank up
-                stacks = self._transport.stacks(range(self.world_size))
-                raise failures.hang_error(ranks, silent, hang_s, stacks, doing)
-
-    def _until(self, until: float | None, failed: Sequence[Raised | Death]) -> float:
-        """How long to listen to the other ranks: for as long as all that was heard may be somebody else's doing."""
-        now = time.monotonic()
-        until = now + self.limits.grace_s if until is None else until
-        if any(not failures.is_consequence(f) for f in failed):
-            until = min(until, now + min(self.limits.grace_s, _AFTER_CAUSE_S))
-        return until
-
-    def _ranks(self, failed: Iterable[Raised | Death] = ()) -> failures.Ranks:
+    def ranks(self, failed: Iterable[Raised | Death] = ()) -> failures.Ranks:
         """Words for the ranks now; for a failed one, what it did when it failed."""
         statuses: list[Status | None] = self._transport.statuses()
         for failure in failed:
@@ -236,8 +220,92 @@ class WorkerGroup:
         self._transport.kill()
 
 
-def _all_settled(count: int, values: Mapping[int, Any], failed: Sequence[Raised | Death]) -> bool:
-    return len(values.keys() | {f.rank for f in failed}) >= count
+class Pending:
+    """A call that ranks of a group work on."""
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        call_id: int,
+        count: int,
+        doing: str,
+        on_event: Callable[[Any], None] | None,
+        hang_s: float,
+    ) -> None:
+        self.group = group
+        self.doing = doing
+        self.failed: list[Raised | Death] = []
+        self.is_stuck = False
+        """With :meth:`hang_error`: some rank does something else than to wait for others."""
+        self._transport = group._transport
+        self._call_id = call_id
+        self._count = count
+        self._on_event = on_event
+        self._hang_s = hang_s
+        self._values: dict[int, Any] = {}
+        self._watch = _Watch(range(count), hang_s)
+        self._until: float | None = None
+
+    def answers(self) -> list[Any]:
+        """What the ranks returned, by rank; once all have."""
+        return [self._values[rank] for rank in range(self._count)]
+
+    def waiting(self) -> list[int]:
+        """The ranks that have neither answered nor failed."""
+        return sorted(set(range(self._count)) - self._values.keys() - {f.rank for f in self.failed})
+
+    def turn(self, poll_s: float = _POLL_S, *, hangs: bool = True) -> bool:
+        """Take what has arrived, waiting up to ``poll_s`` for it. True when all ranks have answered.
+
+        Args:
+            hangs: look for ranks that hang.
+
+        Raises:
+            RlctlError: the call has failed.
+        """
+        for message in self._transport.receive(poll_s if self._until is None else min(poll_s, _GRACE_POLL_S)):
+            if isinstance(message, Death):
+                self.failed.append(message)
+            elif message.call_id not in (self._call_id, START_UP):
+                continue  # said by a call that has ended
+            elif isinstance(message, Result):
+                self._values[message.rank] = message.value
+                self._watch.settled(message.rank)
+            elif isinstance(message, Raised):
+                self.failed.append(message)
+            elif isinstance(message, Event):
+                self._watch.alive(message.rank)
+                if self._on_event is not None:
+                    self._on_event(message.value)
+        if self.failed:
+            self._until = self._end_of_listening()
+            if time.monotonic() >= self._until or not self.waiting():
+                raise failures.failure_error(self.group.ranks(self.failed), self.failed, self.doing)
+        elif len(self._values) == self._count:
+            return True
+        elif hangs and self.silent():
+            raise self.hang_error()
+        return False
+
+    def silent(self) -> list[int]:
+        """The ranks that are waited for, where all of them have been silent for too long."""
+        return self._watch.silent(self._transport.statuses)
+
+    def hang_error(self) -> failures.WorkerError:
+        """The error for :meth:`silent` ranks."""
+        ranks = self.group.ranks()  # first: to be asked for its stack may wake a rank up
+        silent = self.silent()
+        stacks = self._transport.stacks(range(self.group.world_size))
+        self.is_stuck = any(not failures.waits_for_others(stacks[rank]) for rank in silent if rank in stacks)
+        return failures.hang_error(ranks, silent, self._hang_s, stacks, self.doing)
+
+    def _end_of_listening(self) -> float:
+        """Until when to listen to the other ranks: for as long as all that was heard may be somebody else's doing."""
+        now, grace_s = time.monotonic(), self.group.limits.grace_s
+        until = now + grace_s if self._until is None else self._until
+        if any(not failures.is_consequence(f) for f in self.failed):
+            until = min(until, now + min(grace_s, _AFTER_CAUSE_S))
+        return until
 
 
 class _Watch:
@@ -249,6 +317,7 @@ class _Watch:
         self._heard = dict.fromkeys(ranks, now)
         self._beats: dict[int, int] = {}
         self._next_look = now + min(1.0, limit_s / 4)
+        self._found: list[int] = []
 
     def settled(self, rank: int) -> None:
         self._heard.pop(rank, None)
@@ -260,13 +329,13 @@ class _Watch:
     def silent(self, statuses: Callable[[], Sequence[Status | None]]) -> list[int]:
         now = time.monotonic()
         if now < self._next_look:
-            return []
+            return [rank for rank in self._found if rank in self._heard]
         self._next_look = now + min(1.0, self._limit_s / 4)
         for rank, status in enumerate(statuses()):
             if status is not None and rank in self._heard and self._beats.get(rank) != status.beats:
                 self._beats[rank] = status.beats
                 self._heard[rank] = now
         # One rank that goes on is enough: the others may rightly wait for it in a collective.
-        if all(now - heard > self._limit_s for heard in self._heard.values()):
-            return sorted(self._heard)
-        return []
+        silent = all(now - heard > self._limit_s for heard in self._heard.values())
+        self._found = sorted(self._heard) if silent else []
+        return self._found

@@ -21,6 +21,7 @@ class Boot:
         device, vendor: as :class:`rlctl.device.Device`.
         num_threads: CPU threads of torch, None for torch's own choice.
         collective_timeout_s: limit of one collective.
+        address: of its host, as ranks elsewhere reach it; the loopback's where all are on one host.
         store: where the ranks meet, a URL that ``torch.distributed`` takes (``file://`` or ``tcp://``); empty for one rank.
     """
 
@@ -34,6 +35,7 @@ class Boot:
     num_threads: int | None = None
     collective_timeout_s: float = 1800.0
     store: str = ""
+    address: str = "127.0.0.1"
 
 
 @dataclass(frozen=True)

@@ -25,14 +25,14 @@ from rlctl.logits import LossFn
 from rlctl.microbatch import MicroBatchPlan, check_lengths
 from rlctl.normalizer import item_weights
 from rlctl.normalizer_modes import LossAggMode
+from rlctl.runtime.carriage import Carriage, Transfer
 from rlctl.runtime.dispatch import restore_order
 from rlctl.runtime.group import WorkerGroup
 from rlctl.runtime.records import BuildSpec, RankPlace
-from rlctl.sync import SyncReport, check_coverage, check_fingerprints
+from rlctl.sync import SyncReport
 
 _AGREE = 1e-6
 """Relative difference between replicas' reports of one reduced number."""
-_BUCKET_BYTES = 256 * 2**20
 
 
 class RemoteEngine:
@@ -60,6 +60,7 @@ class RemoteEngine:
         self.dp_size = places[0].dp_size
         self.mesh: MeshInfo | None = MeshInfo(world_size=group.world_size, device=places[0].device)
         self._balance = balance
+        self._carriages: dict[tuple[str, str, Transfer], Carriage] = {}
         self._last_split: tuple[list[int], list[Any] | None, list[list[int]]] | None = None
 
     @classmethod
@@ -258,19 +259,33 @@ class RemoteEngine:
 
     # ---- weights and state ------------------------------------------------------------------------------------
     def sync_to(
-        self, rollout: RemoteEngine, version: int, *, share: bool, verify: bool, dtype: str | None
+        self,
+        rollout: RemoteEngine,
+        version: int,
+        *,
+        share: bool,
+        verify: bool,
+        dtype: str | None,
+        transfer: Transfer | None = None,
     ) -> SyncReport:
         """Make ``rollout`` serve this engine's weights.
 
         In one pool each rank hands over to its own rollout engine; between pools the weights travel in buckets.
 
+        Args:
+            transfer: how, between pools.
+
         Raises:
-            GuardError: a name was not loaded, or a fingerprint differs.
+            GuardError: a name was exported twice or not loaded, or a fingerprint differs.
         """
         if rollout.group is self.group:
             reports: list[SyncReport] = self.group.call("sync", self.role, rollout.role, version, share, verify, dtype)
             return reports[0]
-        return _stream(self, rollout, version, verify=verify, dtype=dtype)
+        transfer = transfer or Transfer()
+        key = (rollout.group.name, rollout.role, transfer)
+        if key not in self._carriages:
+            self._carriages[key] = Carriage(self, rollout, transfer)
+        return self._carriages[key].sync(version, verify=verify, dtype=dtype)
 
     def export_directory(self, dest: Path, model: ModelConfig, dtype: str | None = None) -> None:
         """Write the weights as a Hugging Face directory; rank 0 writes, so ``dest`` must be a place that it sees."""
@@ -295,23 +310,3 @@ class RemoteEngine:
         """Shut the engine down on every rank; nothing to do where the group has ended."""
         if not self.group.closed:
             self.group.call("drop", self.role)
-
-
-def _stream(source: RemoteEngine, target: RemoteEngine, version: int, *, verify: bool, dtype: str | None) -> SyncReport:
-    import time
-
-    start = time.perf_counter()
-    num_bytes = 0
-    source.group.call("export_open", source.role, dtype, verify)
-    target.group.call("load_open", target.role, version)
-    while bucket := source.group.call("export_next", source.role, _BUCKET_BYTES)[0]:
-        num_bytes += sum(t.numel() * t.element_size() for t in bucket.values())
-        target.group.call("load_next", target.role, bucket)
-    sent: dict[str, str] = source.group.call("export_close", source.role)[0]
-    answers: list[dict[str, Any]] = target.group.call("load_close", target.role)
-    for answer in answers:
-        check_coverage(sent, answer, version)
-    if verify:
-        for served in target.group.call("fingerprint", target.role, tuple(sent)):
-            check_fingerprints(sent, served, version)
-    return SyncReport(version, "buckets", len(sent), num_bytes, time.perf_counter() - start)

@@ -23,10 +23,12 @@ from rlctl.plugins import PluginSet
 from rlctl.records import BackendKind, ModelType
 from rlctl.runtime import collectives
 from rlctl.runtime.dispatch import Dispatch, dispatch, dispatch_of
+from rlctl.runtime.links import LinkPlan, Links
 from rlctl.runtime.out_of_memory import work
 from rlctl.runtime.phases import beat, phase
 from rlctl.runtime.records import Boot, BuildSpec, Built, Call, Hello, RankPlace
-from rlctl.runtime.weights import Inlet, Outlet
+from rlctl.runtime.transfer import Whereabouts
+from rlctl.runtime.weights import Inlet, Outlet, Received, Sent, receive, send
 from rlctl.sync import SyncReport, sync_weights
 from rlctl.topology import resolve
 
@@ -51,6 +53,7 @@ class Worker:
         self._emit: Emit = lambda value: None
         self._outlets: dict[str, Outlet] = {}
         self._inlets: dict[str, Inlet] = {}
+        self._links = Links(boot, plugins)
         if boot.num_threads is not None:
             import torch
 
@@ -124,6 +127,7 @@ class Worker:
 
     def shutdown(self) -> None:
         """Shut every engine down and leave the process group."""
+        self._links.close()
         for role in list(self.engines):
             self.drop(role)
         collectives.leave(self.boot)
@@ -215,6 +219,35 @@ class Worker:
         return sync_weights(
             self.engines[source], self.engines[target], version, share=share, verify=verify, dtype=dtype
         )
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def whereabouts(self, role: str) -> Whereabouts:
+        """Where this rank's weights of ``role`` are, and the links that it knows."""
+        return self._links.whereabouts(self._device_of(role))
+
+    @dispatch(Dispatch.RANK_ZERO)
+    def meeting_place(self, loopback: bool) -> str:
+        """Where rank 0 will wait for the ranks of another pool."""
+        return self._links.meeting_place(loopback=loopback)
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def send_weights(
+        self, role: str, plan: LinkPlan, number: int, version: int, dtype: str | None, verify: bool
+    ) -> Sent:
+        """Send the weights of ``role`` over a link: every rank takes part in the export, rank 0 sends."""
+        link = self._links.get(plan, 0, self._device_of(role)) if self.boot.rank == 0 else None
+        return send(self.engines[role], link, version=version, number=number, dtype=dtype, verify=verify)
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def receive_weights(self, role: str, plan: LinkPlan, number: int, version: int) -> Received:
+        """Take the weights of ``role`` from a link."""
+        link = self._links.get(plan, 1 + self.boot.rank, self._device_of(role))
+        return receive(self.engines[role], link, version=version, number=number)
+
+    def _device_of(self, role: str) -> str:
+        mesh = self.engines[role].mesh
+        assert mesh is not None, "it was built"
+        return mesh.device
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def export_open(self, role: str, dtype: str | None, verify: bool) -> None:

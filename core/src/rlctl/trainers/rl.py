@@ -110,6 +110,8 @@ class RLTrainer:
             "timing_s/step": elapsed,
             "sync/seconds": sync.seconds,
             "sync/bytes": float(sync.num_bytes),
+            "perf/sync_gb_per_s": sync.gb_per_s,
+            "sync/peak_bytes": float(sync.peak_bytes),
             "perf/time_per_step": elapsed,
             "perf/total_num_tokens": float(total_tokens),
             "perf/throughput": total_tokens / elapsed / self.context.pools.num_ranks,

@@ -170,6 +170,7 @@ class Runner:
             stop_token_ids=encoder.stop_token_ids,
             verify_sync=guards.weight_fingerprint,
             dtype=setup.copy_dtype(config),
+            transfer=setup.transfer(config),
         )
         return RLTrainer(context, actor_role, rollout_role, reference, encoder, scorer, sampler, train_rows, val_rows)
 
@@ -249,7 +250,8 @@ class Runner:
         )
         try:
             if isinstance(trainer, RLTrainer):
-                trainer.rollout.sync(trainer.actor.engine)
+                how = trainer.rollout.sync(trainer.actor.engine).how
+                self.run.update_manifest(runtime={**self.context.pools.describe(), "weight_sync": how})
             if start == 0 and cfg.val_before_train and trainer.val_rows:
                 tracker.log(self._validate(trainer, 0, result) | {"training/global_step": 0.0}, 0)
             for step in range(start + 1, self.total_steps + 1):

@@ -19,6 +19,7 @@ from rlctl.microbatch import MicroBatchPlan
 from rlctl.models import resolve_model_source
 from rlctl.plugins import PluginSet
 from rlctl.records import Axis, BackendKind, ModelType
+from rlctl.runtime.carriage import Transfer
 from rlctl.runtime.pools import Pools
 from rlctl.runtime.records import BuildSpec
 from rlctl.runtime.remote import RemoteEngine
@@ -101,6 +102,11 @@ def copy_dtype(config: RunConfig) -> str | None:
     it serves is what was sent. None: the master weights' own."""
     dtype = config.rollout.engine.get("dtype")
     return dtype if dtype in get_args(ModelConfig.model_fields["dtype"].annotation) else None
+
+
+def transfer(config: RunConfig) -> Transfer:
+    """How weights travel between pools."""
+    return Transfer(config.runtime.weight_transport, config.runtime.weight_bucket_mib)
 
 
 def _spec(

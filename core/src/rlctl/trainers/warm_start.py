@@ -23,6 +23,7 @@ from rlctl.trainers.setup import (
     build_train_engine,
     copy_dtype,
     token_plan,
+    transfer,
     with_schedule,
 )
 from rlctl.trainers.sft import SFTTrainer
@@ -86,6 +87,7 @@ def warm_start(
             config.data.max_response_length,
             encoder.stop_token_ids,
             dtype=copy_dtype(config),
+            transfer=transfer(config),
         )
     log: list[dict[str, Any]] = []
     with context.reporter.phase("warm start (SFT)", settings.steps) as bar:

@@ -78,7 +78,7 @@ class RankActor:
         if self._spec.host_threads and "OMP_NUM_THREADS" not in self._spec.env:
             os.environ.pop("OMP_NUM_THREADS", None)
         self._address = _node_address()
-        boot = replace(boot, local_rank=_device_index(boot.device, boot.local_rank))
+        boot = replace(boot, local_rank=_device_index(boot.device, boot.local_rank), address=self._address)
         self._boot = replace(boot, num_threads=launch.threads(boot))
         self._scratch = tempfile.TemporaryDirectory(prefix=f"rlctl_ranks_{boot.pool}_{boot.rank}_")
         self._holder: socket.socket | None = None

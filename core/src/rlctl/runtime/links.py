@@ -1,0 +1,80 @@
+"""The links of one rank to ranks of other pools: made at the first sync, kept until the rank ends."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+from rlctl import device as devices
+from rlctl.declare import load_object
+from rlctl.plugins import PluginSet
+from rlctl.runtime import meeting
+from rlctl.runtime.phases import phase
+from rlctl.runtime.records import Boot
+from rlctl.runtime.transfer import LinkEnd, WeightLink, Whereabouts, offered
+
+
+@dataclass(frozen=True)
+class LinkPlan:
+    """A link as the controller tells it to both pools.
+
+    Args:
+        name: of the transport, see :func:`rlctl.runtime.transfer.offered`.
+        url, size, bucket_bytes: see :class:`rlctl.runtime.transfer.LinkEnd`.
+    """
+
+    name: str
+    url: str
+    size: int
+    bucket_bytes: int
+
+
+class Links:
+    """See the module."""
+
+    def __init__(self, boot: Boot, plugins: PluginSet) -> None:
+        self._boot = boot
+        self._plugins = plugins
+        self._links: dict[LinkPlan, WeightLink] = {}
+        self._holders: dict[str, socket.socket] = {}
+
+    def whereabouts(self, device: str) -> Whereabouts:
+        """Where this rank is, with its weights on ``device``."""
+        return Whereabouts(self._boot.address, device.partition(":")[0], devices.unit(device), offered(self._plugins))
+
+    def meeting_place(self, *, loopback: bool) -> str:
+        """A URL at which this rank will wait for the others: on the host's loopback, or where other hosts reach it."""
+        holder, url = meeting.reserve("127.0.0.1" if loopback else self._boot.address)
+        self._holders[url] = holder
+        return url
+
+    def get(self, plan: LinkPlan, rank: int, device: str) -> WeightLink:
+        """This rank's end of a link. Collective the first time.
+
+        Args:
+            rank: in the link.
+            device: of the weights here.
+        """
+        if plan not in self._links:
+            target = next(spec.target for spec in offered(self._plugins) if spec.name == plan.name)
+            end = LinkEnd(
+                plan.url,
+                rank,
+                plan.size,
+                devices.indexed(device),
+                self._boot.collective_timeout_s,
+                plan.bucket_bytes,
+                f"rank {self._boot.rank} of pool {self._boot.pool}",
+            )
+            with phase("sync"):
+                self._links[plan] = load_object(target)(end)
+            if (holder := self._holders.pop(plan.url, None)) is not None:
+                holder.close()
+        return self._links[plan]
+
+    def close(self) -> None:
+        """Leave all of them."""
+        while self._links:
+            self._links.popitem()[1].close()
+        while self._holders:
+            self._holders.popitem()[1].close()

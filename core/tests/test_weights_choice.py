@@ -1,0 +1,83 @@
+"""Which way weights take: by where the ranks are, what they offer, and what is wished for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rlctl.errors import CapabilityError, GuardError
+from rlctl.plugins import PluginSet
+from rlctl.records import WeightTransportSpec
+from rlctl.runtime.transfer import OWN, Whereabouts, Wish, choose, offered
+from rlctl.sync import Ledger
+
+CPU = Whereabouts("127.0.0.1", "cpu", "", OWN)
+GPU = Whereabouts("127.0.0.1", "cuda", "GPU-0", OWN)
+OTHER = replace(GPU, unit="GPU-1")
+IPC = WeightTransportSpec("ipc", "x:Y", "host", ("cuda",))
+
+
+def name(*places: Whereabouts, wish: Wish = "auto") -> str:
+    spec = choose(wish, places[0], places[1:])
+    return "controller" if spec is None else spec.name
+
+
+def test_one_kind_of_device_goes_from_rank_to_rank() -> None:
+    assert name(CPU, CPU, CPU) == "gloo"
+    assert name(GPU, OTHER) == "nccl"
+    assert name(CPU, replace(CPU, address="10.0.0.2")) == "gloo"
+
+
+def test_what_does_not_fit_goes_by_the_controller() -> None:
+    assert name(GPU, CPU) == "controller"
+    assert name(GPU, OTHER, replace(GPU, unit="GPU-1")) == "controller", "NCCL refuses two ranks on one device"
+    assert name(replace(CPU, device="npu"), replace(CPU, device="npu")) == "controller"
+    assert name(CPU, replace(CPU, offers=())) == "controller", "the other environment does not know it"
+    assert name(CPU, CPU, wish="controller") == "controller"
+
+
+def test_the_nearest_link_that_all_know_is_taken() -> None:
+    own, other = (replace(place, offers=(*OWN, IPC)) for place in (GPU, OTHER))
+    assert name(own, other) == "ipc"
+    assert name(own, OTHER) == "nccl"
+    assert name(own, replace(other, address="10.0.0.2")) == "nccl", "it reaches no further than the host"
+    assert name(own, replace(own)) == "ipc", "it may join ranks on one device"
+
+
+@pytest.mark.parametrize(
+    ("sender", "receiver", "found"),
+    [
+        (GPU, CPU, "weights on cpu and cuda"),
+        (GPU, GPU, "two ranks on one cuda device"),
+        (replace(CPU, device="npu"), replace(CPU, device="npu"), "links for cpu (gloo), cuda (nccl)"),
+        (CPU, replace(CPU, offers=()), "links for nothing"),
+    ],
+)
+def test_a_wish_that_cannot_be_met_says_why(sender: Whereabouts, receiver: Whereabouts, found: str) -> None:
+    assert name(CPU, CPU, wish="collective") == "gloo"
+    with pytest.raises(CapabilityError) as caught:
+        choose("collective", sender, [receiver])
+    assert found in str(caught.value.found)
+    assert "runtime.weight_transport=auto" in str(caught.value)
+
+
+def test_plugins_add_links_and_take_none_of_cores() -> None:
+    class Plugins(PluginSet):
+        def records(self, hook):
+            assert hook == "rlctl_weight_transports"
+            inside = WeightTransportSpec("inside", "x:Y", "process", ("cpu",))
+            return [("dist", IPC), ("dist", replace(IPC, name="gloo")), ("dist", inside)]
+
+    assert offered(PluginSet()) == OWN
+    assert offered(Plugins()) == (*OWN, IPC)
+
+
+def test_a_name_that_comes_twice_is_refused() -> None:
+    import torch
+
+    ledger = Ledger(verify=False)
+    with pytest.raises(GuardError, match="exports weight 'w' twice"):
+        list(ledger.note(iter([("w", torch.ones(1)), ("v", torch.ones(1)), ("w", torch.ones(1))])))
+    assert list(ledger.sent) == ["w", "v"]
+    assert ledger.num_bytes == 8
