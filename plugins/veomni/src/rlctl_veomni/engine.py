@@ -57,6 +57,8 @@ class VeOmniEngine:
         self._routing: Routing | None = None
         self._vocab_size = 0
         self._train = False
+        self._undo_mean = 1
+        """What a loss is multiplied by, because VeOmni divides its gradients by it."""
         self._host = offload.Whereabouts()
         self._left = True
 
@@ -67,6 +69,7 @@ class VeOmniEngine:
         self._config = VeOmniConfig(**{k: v for k, v in settings.items() if k != "device"})
         info, self._place = mesh.settle(topology, settings, self._config.collective_timeout_s)
         self._left = False
+        self._undo_mean = topology.world_size
         return info
 
     @hookimpl
@@ -215,7 +218,7 @@ class VeOmniEngine:
             loss = built.model(job=job)
         if not forward_only:
             with phase("backward", detail):
-                (loss * place.topology.world_size).backward()
+                (loss * self._undo_mean).backward()
         assert job.output is not None, "the job ran"
         return replace(job.output), None if laid.part is None else laid.part.filling
 

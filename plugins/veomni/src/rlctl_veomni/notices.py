@@ -6,14 +6,38 @@ Importing this module imports neither torch nor veomni.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 VERBOSITY = "VEOMNI_VERBOSITY"
 QUIET = "ERROR"
+_UNDOCUMENTED = re.compile(r"\[ERROR\] `.*` is part of .*, but not documented\.")
+"""transformers prints it to stdout of classes that others derive from its own, VeOmni's models among them."""
+
+
+class _WithoutDocstrings:
+    """A stream that leaves those lines out."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._left_out = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        # print writes the line's end by itself.
+        if _UNDOCUMENTED.match(text) or (self._left_out and text == "\n"):
+            self._left_out = text != "\n"
+            return len(text)
+        self._left_out = False
+        return self._stream.write(text)
 
 
 def silence() -> None:
@@ -23,7 +47,7 @@ def silence() -> None:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Inside, a model is built and filled without bars of progress, and without transformers' complaint of how VeOmni calls it."""
+    """Inside, a model is built and filled without bars of progress, and without transformers' complaints of VeOmni's code."""
     from transformers.utils import logging
 
     loader: Any = importlib.import_module("veomni.models.module_utils")
@@ -31,7 +55,8 @@ def quietly() -> Iterator[None]:
     loader.tqdm = lambda items, **_: items
     logging.set_verbosity_error()
     try:
-        yield
+        with contextlib.redirect_stdout(_WithoutDocstrings(sys.stdout)):  # type: ignore[type-var]
+            yield
     finally:
         loader.tqdm = bar
         logging.set_verbosity(verbosity)
