@@ -55,6 +55,16 @@ class Built:
     experts: str | None
     notes: Mapping[str, str]
 
+    def drop_unreduced(self) -> None:
+        """Forget gradients that wait for the last micro-batch of a call. FSDP keeps them beside the parameters, where
+        ``zero_grad`` does not come, and would add them to the next call's."""
+        for module in fsdp_modules(self.model):
+            for group in _param_groups(module):
+                for held in group.fsdp_params:
+                    held.unsharded_accumulated_grad = None
+                    if hasattr(held, "_unsharded_param"):
+                        held._unsharded_param.grad = None
+
     def reshard(self) -> None:
         """After a forward without backward the root's weights are still whole; parameters must be shards again."""
         for module in fsdp_modules(self.model):
@@ -64,6 +74,15 @@ class Built:
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     """Every module that VeOmni sharded by itself."""
     return [m for m in model.modules() if isinstance(m, FSDPModule)]
+
+
+def _param_groups(module: FSDPModule) -> list[Any]:
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        group = getattr(state, "_fsdp_param_group", None)
+        groups = [] if group is None else [group]
+    return list(groups)
 
 
 def compute_dtype(config: VeOmniConfig, model: Mapping[str, Any], device: torch.device) -> torch.dtype:

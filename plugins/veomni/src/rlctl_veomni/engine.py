@@ -197,7 +197,9 @@ class VeOmniEngine:
                 yield
             except BaseException:
                 # Part of a call's gradients must not be added to the next one's.
+                built.reshard()
                 if self._stepper is not None and torch.is_grad_enabled():
+                    built.drop_unreduced()
                     self._stepper.drop_gradients()
                 raise
 
