@@ -33,7 +33,6 @@ LIMITS_S = {"verify": 330.0, "step": 150.0, "weights": 75.0, "grpo": 110.0}
 """Of the stages, none of which may take the time of those after it."""
 DENSE = ("qwen3",)
 MOE = ("qwen3_moe",)
-ENGINE_LAYERS = "layers=transformer_engine"
 
 
 @dataclass(frozen=True)
@@ -90,6 +89,7 @@ class Run:
     out: Path
     device: str
     ranks: int
+    layers: tuple[str, ...]
     started: float
 
     @property
@@ -123,15 +123,18 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--ranks", type=int, default=2, choices=(1, 2))
     parser.add_argument("--only", nargs="+", default=list(STAGES), choices=list(STAGES))
+    parser.add_argument(
+        "--layers", nargs="+", default=["local", "transformer_engine"], help="of megatron, where present"
+    )
     parser.add_argument("--verify-cases", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.verify_cases:
-        return verify_cases(args.device, args.ranks)
+        return verify_cases(args.device, args.ranks, args.layers)
     problem = _missing(args.device, args.ranks)
     if problem:
         print(problem, file=sys.stderr)
         return 2
-    run = Run(args.out.resolve(), args.device, args.ranks, time.monotonic())
+    run = Run(args.out.resolve(), args.device, args.ranks, tuple(args.layers), time.monotonic())
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     summary: dict[str, Any] = {
         "schema": 1,
@@ -176,9 +179,11 @@ def _machine(device: str) -> dict[str, Any]:
 # ---- parity ---------------------------------------------------------------------------------------------------------
 def stage_verify(run: Run) -> dict[str, Any]:
     command = [sys.executable, __file__, "--verify-cases", "--out", str(run.out), "--device", run.device]
-    status, output = run.call("verify", [*command, "--ranks", str(run.ranks)], run.left("verify"))
+    status, output = run.call(
+        "verify", [*command, "--ranks", str(run.ranks), "--layers", *run.layers], run.left("verify")
+    )
     cases = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    wanted = len(_plan(run.device, run.ranks))
+    wanted = len(_plan(run.device, run.ranks, run.layers))
     done = [c for c in cases if c["done"]]
     failed = [c for c in cases if not c["passed"]]
     print(f"  {len(done)} of {wanted} topologies, {len(cases)} cases, {len(failed)} failed", flush=True)
@@ -190,22 +195,28 @@ def stage_verify(run: Run) -> dict[str, Any]:
     }
 
 
-def _plan(device: str, ranks: int) -> list[tuple[Case, str, tuple[str, ...]]]:
-    """(case, dtype, settings of the engine)."""
+def _plan(device: str, ranks: int, layers: Sequence[str]) -> list[tuple[Case, str, tuple[str, ...]]]:
+    """(case, dtype, settings of the engine). Where Transformer Engine is present megatron's cases in bfloat16, the dtype that
+    it takes, come with it; ``layers`` without it leaves it out."""
     if ranks == 1:
         cases = SINGLE
     else:
         cases = SMALL if device == "cpu" else CASES
     dtypes = ("float32",) if device == "cpu" else ("float32", "bfloat16")
-    plan = [(case, dtype, ()) for dtype in dtypes for case in cases if dtype in case.dtypes]
-    if device != "cpu" and importlib.util.find_spec("transformer_engine") is not None:
-        local = [(c, d, ("layers=local",)) if c.backend == "megatron" else (c, d, e) for c, d, e in plan]
-        engine = [(c, d, (ENGINE_LAYERS,)) for c, d, _ in plan if c.backend == "megatron"]
-        plan = [*local, *engine]
+    there = device != "cpu" and importlib.util.find_spec("transformer_engine") is not None
+    plan: list[tuple[Case, str, tuple[str, ...]]] = []
+    for dtype in dtypes:
+        for case in cases:
+            if dtype not in case.dtypes:
+                continue
+            if case.backend == "megatron" and there and dtype == "bfloat16" and "transformer_engine" in layers:
+                plan.append((case, dtype, ("layers=transformer_engine",)))
+            elif "local" in layers:
+                plan.append((case, dtype, ("layers=local",) if case.backend == "megatron" and there else ()))
     return plan
 
 
-def verify_cases(device_type: str, ranks: int) -> int:
+def verify_cases(device_type: str, ranks: int, layers: Sequence[str]) -> int:
     """In a process of its own: one JSON object a case on standard output, the last of each topology with ``done``."""
     from rlctl.plugins import load_plugins
     from rlctl.verify.request import make_request
@@ -213,7 +224,7 @@ def verify_cases(device_type: str, ranks: int) -> int:
 
     plugins, device, good = load_plugins(), detect_device(device_type), True
     with Verifier(plugins) as verifier:
-        for case, dtype, engine in _plan(device_type, ranks):
+        for case, dtype, engine in _plan(device_type, ranks, layers):
             request = make_request(
                 plugins,
                 case.backend,

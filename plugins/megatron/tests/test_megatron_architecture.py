@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import re
 from typing import Any
 
 import pytest
+import torch
 from megatron_tiny import CONFIGS, by_transformers, compare, engine_on, one_step, rows, save_model, squares
 from transformers import AutoConfig
 
 from rlctl.errors import CapabilityError, ConfigError
+from rlctl_megatron import build
 from rlctl_megatron.architecture import SUPPORTED, read_architecture
+from rlctl_megatron.config import MegatronConfig
 
 TOLERANCE = 2e-5
 
@@ -224,3 +227,25 @@ def test_sp_at_tp_1_is_announced_by_the_engine() -> None:
         assert engine.info is not None
         assert "sp" not in engine.info.notes
         assert compare(quiet, one_step(engine, rows())).largest() == 0.0
+
+
+def test_transformer_engine_is_taken_in_lower_precision_only(tmp_path, monkeypatch) -> None:
+    """It multiplies float32 matrices in TF32: no error tells, and weights are off by a tenth after three steps."""
+    cuda, half, single = torch.device("cuda"), torch.bfloat16, torch.float32
+    asked = MegatronConfig(layers="transformer_engine")
+    if importlib.util.find_spec("transformer_engine") is None:
+        with pytest.raises(ConfigError) as absent:
+            build.uses_transformer_engine(asked, cuda, half)
+        assert "transformer_engine not installed" in str(absent.value.found)
+        assert not build.uses_transformer_engine(MegatronConfig(), cuda, half)
+        (tmp_path / "transformer_engine.py").write_text("")
+        monkeypatch.syspath_prepend(str(tmp_path))
+    assert build.uses_transformer_engine(MegatronConfig(), cuda, half)
+    assert not build.uses_transformer_engine(MegatronConfig(), cuda, single)
+    assert not build.uses_transformer_engine(MegatronConfig(), torch.device("cpu"), half)
+    assert not build.uses_transformer_engine(MegatronConfig(layers="local"), cuda, half)
+    with pytest.raises(ConfigError, match="TF32"):
+        build.uses_transformer_engine(asked, cuda, single)
+    with pytest.raises(ConfigError) as elsewhere:
+        build.uses_transformer_engine(asked, torch.device("cpu"), half)
+    assert "device cpu" in str(elsewhere.value.found)

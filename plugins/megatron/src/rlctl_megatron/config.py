@@ -19,8 +19,8 @@ class MegatronConfig(Strict):
     )
     layers: Literal["auto", "local", "transformer_engine"] = Field(
         default="auto",
-        description="Modules of a layer. local: megatron-core's own. transformer_engine: NVIDIA's kernels, on CUDA. auto: those "
-        "where they are installed and the device is CUDA.",
+        description="Modules of a layer. local: megatron-core's own. transformer_engine: NVIDIA's kernels, on CUDA in bfloat16. "
+        "auto: those where they are installed and can be used.",
     )
     recompute: Literal["none", "full"] = Field(
         default="none",

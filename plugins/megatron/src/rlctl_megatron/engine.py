@@ -102,7 +102,7 @@ class MegatronEngine:
         architecture = read_architecture(hf)
         head = ModelType(model.get("model_type") or ModelType.LANGUAGE_MODEL)
         dtype = build.compute_dtype(config, model, place.device)
-        engine = build.uses_transformer_engine(config, place.device)
+        engine = build.uses_transformer_engine(config, place.device, dtype)
         settings = build.transformer_config(architecture, place, config, dtype)
         family = family_of(hf.to_dict(), head)
         check_split(family, self._topology)
