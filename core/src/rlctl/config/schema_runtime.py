@@ -56,8 +56,10 @@ class RuntimeConfig(Strict):
         "group of their own (NCCL between GPUs, gloo between CPU processes). controller: through the controller, on the "
         "CPU. auto: collective where all ranks are on one kind of device, else controller. In one pool neither is used.",
     )
-    weight_bucket_mib: Count = Field(
-        default=256, description="MiB of a bucket in which weights travel between pools; each side holds two."
+    weight_bucket_mib: Count | None = Field(
+        default=None,
+        description="MiB of a bucket in which weights travel between pools; each side holds two. Default: 32 from CPU to "
+        "CPU by collective, else 256.",
     )
     start_timeout_s: PositiveFloat = Field(default=300.0, description="Longest wait for the first word of every rank.")
     hang_timeout_s: PositiveFloat = Field(

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 BUCKET_MIB = 256
+CPU_BUCKET_MIB = 32
+"""Between CPUs small buckets are faster: less memory is touched for the first time, and packing overlaps sooner."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,12 @@ class Transfer:
 
     Args:
         wish: ``auto`` (a link where one fits), ``controller``, or ``collective`` (a link, or an error).
-        bucket_mib: size of a bucket; each side of a link holds two.
+        bucket_mib: size of a bucket; each side of a link holds two. None: :data:`CPU_BUCKET_MIB` over a link between
+            CPUs, else :data:`BUCKET_MIB`.
     """
 
     wish: Wish = "auto"
-    bucket_mib: int = BUCKET_MIB
+    bucket_mib: int | None = None
 
 
 class Carriage:
@@ -78,7 +81,8 @@ class Carriage:
             return None
         loopback = all(r.address == sender.address for r in receivers)
         url: str = source.group.call("meeting_place", loopback)
-        return LinkPlan(spec.name, url, 1 + len(receivers), self._transfer.bucket_mib * MIB)
+        mib = self._transfer.bucket_mib or (CPU_BUCKET_MIB if sender.device == "cpu" else BUCKET_MIB)
+        return LinkPlan(spec.name, url, 1 + len(receivers), mib * MIB)
 
     def _over_link(
         self, plan: LinkPlan, version: int, verify: bool, dtype: str | None
@@ -101,9 +105,10 @@ class Carriage:
     def _by_controller(self, version: int, verify: bool, dtype: str | None) -> tuple[Sent, Sequence[Received]]:
         source, target = self._source, self._target
         num_bytes = largest = 0
+        max_bytes = (self._transfer.bucket_mib or BUCKET_MIB) * MIB
         source.group.call("export_open", source.role, dtype, verify)
         target.group.call("load_open", target.role, version)
-        while bucket := source.group.call("export_next", source.role, self._transfer.bucket_mib * MIB)[0]:
+        while bucket := source.group.call("export_next", source.role, max_bytes)[0]:
             size = sum(t.numel() * t.element_size() for t in bucket.values())
             num_bytes, largest = num_bytes + size, max(largest, size)
             target.group.call("load_next", target.role, bucket)

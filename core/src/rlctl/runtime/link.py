@@ -32,6 +32,8 @@ from rlctl.runtime.transfer import LinkEnd
 
 _LOOK_S = 0.002
 """How often a receiver that works on one bucket looks whether the next one is coming."""
+_WORDS = "rlctl_weights"
+"""Before every key: the collective library keeps its own, numbers with slashes, in the same store."""
 _END, _OFF, _BUCKET = "end", "off", "bucket"
 
 
@@ -77,21 +79,21 @@ class PackedLink:
         try:
             for header, data in packer:
                 if travelling is not None:
-                    self._wait(travelling)
+                    self.wait(travelling)
                     travelling = None
                 self._look_for_failures(number)
                 self._say(round_.key(), _BUCKET, header.to_json())
-                travelling = self._broadcast(data)
+                travelling = self.broadcast(data)
                 round_.bucket += 1
                 beat(bucket=round_.bucket)
         except BaseException as error:
             # What travels must arrive first: the receivers look at words between buckets only.
             if travelling is not None:
-                self._wait(travelling)
+                self.wait(travelling)
             self._say(round_.key(), _OFF, _words_of(error, self._end.who))
             raise
         if travelling is not None:
-            self._wait(travelling)
+            self.wait(travelling)
         self.peak_bytes = packer.peak_bytes
         self._buckets.free()
         self._say(round_.key(), _END, "")
@@ -159,7 +161,7 @@ class PackedLink:
             if coming is None:
                 return None
             header, data, work = coming
-            self._wait(work)
+            self.wait(work)
         except BaseException:
             round_.over = True  # by words, or because nobody is there
             raise
@@ -175,11 +177,12 @@ class PackedLink:
         elif kind == _BUCKET:
             header = Header.from_json(text)
             data = self._buckets.get(round_.bucket)[: header.size]
-            round_.coming = header, data, self._broadcast(data)
+            round_.coming = header, data, self.broadcast(data)
             round_.bucket += 1
 
     # ---- both -------------------------------------------------------------------------------------------------
-    def _broadcast(self, data: torch.Tensor) -> Any:
+    def broadcast(self, data: torch.Tensor) -> Any:
+        """Begin the collective itself: the sender's bytes into everybody's. Every rank calls it, then :meth:`wait`."""
         from torch._C._distributed_c10d import BroadcastOptions
 
         options = BroadcastOptions()
@@ -187,7 +190,13 @@ class PackedLink:
         options.timeout = datetime.timedelta(seconds=self._end.timeout_s)
         return self._group.broadcast([data], options) if data.numel() else _Nothing()
 
-    def _wait(self, work: Any) -> None:
+    def wait(self, work: Any) -> None:
+        """Wait for the end of a :meth:`broadcast`.
+
+        Raises:
+            PeerFailedError: it did not end within the time limit.
+            RuntimeError: a rank is gone.
+        """
         link_wait.for_work(work, self._end.timeout_s, on_device=self._on_device)
 
     def close(self) -> None:
@@ -212,7 +221,7 @@ class _Round:
 
     def key(self) -> str:
         """Where the words about the next bucket are."""
-        return f"{self.number}/{self.bucket}"
+        return f"{_WORDS}/{self.number}/{self.bucket}"
 
 
 class _Nothing:
@@ -226,7 +235,7 @@ class _Nothing:
 
 
 def _failed(number: int) -> str:
-    return f"{number}/failed"
+    return f"{_WORDS}/{number}/failed"
 
 
 def _words_of(error: BaseException, who: str) -> str:
