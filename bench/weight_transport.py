@@ -200,7 +200,7 @@ def new_pool(name: str, at: int, device: str, folder: Path) -> WorkerGroup:
     """A pool of one rank, on the ``at``-th device."""
     vendor = devices.detect_device(device).vendor
     boot = Boot(name, 0, 1, at, 1, device, vendor, num_threads=1, collective_timeout_s=TIMEOUT_S)
-    limits = Limits(start_s=TIMEOUT_S, hang_s=TIMEOUT_S)
+    limits = Limits(start_s=120.0, hang_s=300.0)  # a large model takes its time to build
     return WorkerGroup(name, ProcessTransport(folder / name), [boot], Worker, limits)
 
 

@@ -38,6 +38,12 @@ SHAPES: tuple[tuple[int, ...], ...] = (
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool, torch.complex64)
 
 
+def drawn(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Random values, of bool both."""
+    values = torch.randn(tuple(shape), generator=generator) * 9
+    return values > 0 if dtype is torch.bool else values.to(dtype)
+
+
 def odd_tensors(seed: int) -> dict[str, torch.Tensor]:
     """Every dtype in every shape, special values and views with strides among them."""
     generator = torch.Generator().manual_seed(seed)
@@ -45,7 +51,7 @@ def odd_tensors(seed: int) -> dict[str, torch.Tensor]:
     for dtype in DTYPES:
         for shape in SHAPES:
             name = f"{str(dtype).removeprefix('torch.')}.{'x'.join(map(str, shape)) or 'scalar'}"
-            found[name] = (torch.randn(shape, generator=generator) * 3).to(dtype)
+            found[name] = drawn(shape, dtype, generator)
     found["special"] = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45])
     whole = torch.randn(33, 17, generator=generator)
     return {**found, "transposed": whole.t(), "every.third": whole[::3, 1::2]}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sync_toys import DTYPES, odd_tensors
+from sync_toys import DTYPES, drawn, odd_tensors
 
 from rlctl.errors import GuardError
 from rlctl.runtime.packed import ALIGN, Buckets, Header, Packer, Piece, Unpacker
@@ -56,9 +56,7 @@ def test_every_dtype_and_shape_arrives_bit_for_bit_and_in_order(size: int) -> No
 )
 def test_any_list_of_tensors(kinds: list[tuple[torch.dtype, list[int]]], size: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    tensors = {
-        f"w{i}": (torch.randn(shape, generator=generator) * 9).to(dtype) for i, (dtype, shape) in enumerate(kinds)
-    }
+    tensors = {f"w{i}": drawn(shape, dtype, generator) for i, (dtype, shape) in enumerate(kinds)}
     out, headers = through(tensors, size)
     assert [name for name, _ in out] == list(tensors)
     assert all(same_bits(tensor, tensors[name]) for name, tensor in out)
