@@ -250,7 +250,10 @@ def stage_step(run: Run) -> dict[str, Any]:
     short, long = ("2x64", "1x256") if run.small else ("16x1024", "2x8192")
     layouts = [("one", 1, "", [short, long])]
     if run.ranks == 2:
-        layouts += [("dp2", 2, "dp_shard=2", [short, long]), ("usp2", 2, "usp=2", [long])]
+        layouts += [
+            ("dp2", 2, "dp_shard=2", [short, long]),
+            ("usp2", 2, "usp=2", [short, long] if run.small else [long]),
+        ]
     found: dict[str, Any] = {}
     ok = True
     for name, ranks, topology, shapes in layouts:
