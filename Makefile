@@ -56,7 +56,8 @@ $(VENVS)/veomni/.ok: core/pyproject.toml cli/pyproject.toml plugins/veomni/pypro
 	@touch $@
 
 test-veomni: $(VENVS)/veomni/.ok
-	OMP_NUM_THREADS=1 $(VENVS)/veomni/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile plugins/veomni/tests $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(VENVS)/veomni/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile plugins/veomni/tests \
+	  tests/test_veomni_same_metrics.py $(PYTEST_ARGS)
 
 evidence-veomni: $(VENVS)/veomni/.ok
 	RLCTL_EVIDENCE_DIR=$(CURDIR)/plugins/veomni/src/rlctl_veomni/evidence OMP_NUM_THREADS=1 $(VENVS)/veomni/bin/python -m pytest \

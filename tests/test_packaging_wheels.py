@@ -27,6 +27,9 @@ DISTS = {
     "rlctl-plugin-fsdp": "plugins/fsdp",
     "rlctl-plugin-megatron": "plugins/megatron",
 }
+APART = {"rlctl-plugin-veomni": ("plugins/veomni", "constraints/veomni.txt")}
+"""Plugins with an environment of their own, whose tests install them there, and its tested versions."""
+ALL = {**DISTS, **{name: folder for name, (folder, _) in APART.items()}}
 
 
 def call(command: list[str], cwd: Path, ok: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
@@ -39,7 +42,7 @@ def call(command: list[str], cwd: Path, ok: bool = True, **env: str) -> subproce
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("dist")
-    for folder in DISTS.values():
+    for folder in ALL.values():
         command = [sys.executable, "-m", "build", "-q", "--no-isolation", "--outdir", str(out), str(ROOT / folder)]
         call(command, ROOT)
     return out
@@ -47,7 +50,7 @@ def built(tmp_path_factory) -> Path:
 
 def test_one_version_for_all_dists_and_compatible_ranges():
     versions, needs = set(), []
-    for name, folder in DISTS.items():
+    for name, folder in ALL.items():
         project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
         assert project["name"] == name
         versions.add(project["version"])
@@ -59,10 +62,14 @@ def test_one_version_for_all_dists_and_compatible_ranges():
     assert all(">=" in d and "<" in d and "==" not in d for d in needs), needs
 
 
-def test_the_tested_versions_fit_what_every_dist_asks_for():
-    lines = [x for x in (ROOT / "constraints/base.txt").read_text().splitlines() if x and not x.startswith("#")]
+@pytest.mark.parametrize(
+    ("constraints", "folders"),
+    [("constraints/base.txt", tuple(DISTS.values())), *((file, (folder,)) for folder, file in APART.values())],
+)
+def test_the_tested_versions_fit_what_every_dist_asks_for(constraints, folders):
+    lines = [x for x in (ROOT / constraints).read_text().splitlines() if x and not x.startswith("#")]
     tested = {canonicalize_name(n): v for n, _, v in (x.partition("==") for x in lines)}
-    for folder in DISTS.values():
+    for folder in folders:
         project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
         extras = [d for listed in project.get("optional-dependencies", {}).values() for d in listed]
         assert {canonicalize_name(Requirement(d).name) for d in project["dependencies"]} <= {*tested, *DISTS}, folder
@@ -73,7 +80,7 @@ def test_the_tested_versions_fit_what_every_dist_asks_for():
 
 
 def test_wheels_and_sdists_carry_types_licence_recipes_and_no_tests_in_the_wheel(built):
-    for folder in DISTS.values():
+    for folder in ALL.values():
         name = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]["name"].replace("-", "_")
         (wheel,), (sdist,) = built.glob(f"{name}-0*.whl"), built.glob(f"{name}-0*.tar.gz")
         inside = zipfile.ZipFile(wheel).namelist()

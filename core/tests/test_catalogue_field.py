@@ -65,7 +65,7 @@ def cells(backend: str, axis: str, device: str = "cuda", dist: str | None = None
         ("megatron", "cpu", {"tp": YES, "pp": YES, "ep": YES, "cp": YES, "sp": IF, "vpp": IF, "etp": IF, "usp": NO}),
         ("megatron", "cuda", {"tp": YES, "pp": YES, "ep": YES, "cp": YES, "sp": IF, "vpp": IF, "usp": NO}),
         ("megatron", "npu", {"tp": YES, "pp": YES, "ep": YES, "cp": YES, "sp": IF, "vpp": IF, "usp": NO}),
-        ("veomni", "cuda", {"ep": YES, "usp": YES, "tp": NO, "pp": NO, "cp": NO}),
+        ("veomni", "cuda", {"ep": IF, "usp": YES, "tp": NO, "pp": NO, "cp": NO}),
         ("veomni", "cpu", {"ep": YES, "usp": YES, "dp_replicate": YES, "tp": NO, "sp": NO, "pp": NO, "etp": NO}),
         ("mindspeed_mm", "npu", {"tp": IF, "cp": IF, "pp": NO, "usp": NO}),
         ("torchtitan", "cuda", {"tp": YES, "cp": YES, "ep": YES, "pp": NO}),

@@ -86,6 +86,7 @@ _MEGATRON = MemoryPolicy(
 TRAIN: Mapping[str, MemoryPolicy] = {
     "fsdp2": MemoryPolicy(autocast=True, lends_module=True, chunked_logits=True, checked=True),
     "megatron": _MEGATRON,
+    "veomni": MemoryPolicy(chunked_logits=True),
     "mindspeed_megatron": _MEGATRON,
 }
 """By backend name. A backend that is not here shares everything over dp_shard and gathers layers, as FSDP does."""

@@ -35,7 +35,7 @@ def rows(title: str) -> list[list[str]]:
 
 def test_every_axis_of_veomni_is_in_the_table_with_its_constraint() -> None:
     cells = {str(c.axis): c for c in SPEC.capabilities}
-    usable = {axis for axis, c in cells.items() if c.support is Support.SUPPORTED}
+    usable = {axis for axis, c in cells.items() if c.support in (Support.SUPPORTED, Support.CONDITIONAL)}
     table = {row[0].strip("`"): row[-1] for row in rows("Axes")}
     assert set(table) == usable
     for axis, words in table.items():
@@ -78,5 +78,12 @@ def test_every_proof_that_ships_names_what_the_page_says() -> None:
     records = [json.loads(p.read_text(encoding="utf-8")) for p in (DIST / "src/rlctl_veomni/evidence").glob("*.json")]
     proved = {(r["device"], r["model_family"]) for r in records}
     assert {family for device, family in proved if device == "cpu"} == set(families.FAMILIES)
-    on_gpus = any(device == "cuda" for device, _ in proved)
-    assert ("On CUDA the same comparison passed" in " ".join(PAGE.split())) is on_gpus
+    on_gpus = [r for r in records if r["device"] == "cuda"]
+    by_dtype = {
+        d: {tuple(sorted(r["axes"])) for r in on_gpus if r["extra"]["dtype"] == d} for d in ("float32", "bfloat16")
+    }
+    plain = {(), ("dp_shard",), ("dp_replicate",), ("usp",)}
+    assert by_dtype == {"float32": plain, "bfloat16": plain | {("dp_shard", "ep"), ("ep", "usp")}}
+    text = " ".join(PAGE.split())
+    assert "in float32 one process, and over NCCL two ranks with dp_shard, dp_replicate and usp" in text
+    assert "in bfloat16 all of these, and ep with dp_shard and with usp" in text

@@ -38,7 +38,7 @@ def test_declaring_veomni_and_its_checks_is_light() -> None:
         "said = [c.run().name for c in p.rlctl_checks()];"
         f"print(json.dumps([said, [m for m in {heavy} if m in sys.modules]]))"
     )
-    assert after(code) == [["veomni", "veomni-stand-ins"], []]
+    assert after(code) == [["veomni", "veomni-stand-ins", "veomni-torchvision"], []]
     assert after("import json, sys, rlctl_veomni.config; print(json.dumps('torch' in sys.modules))") is False
 
 
@@ -49,8 +49,10 @@ def test_every_veomni_cell_is_there_once_and_refusals_say_what_to_take() -> None
         assert cell.reason
         if cell.support is Support.UNSUPPORTED:
             assert "take " in cell.reason, cell
-    supported = {c.axis for c in SPEC.capabilities if c.support is Support.SUPPORTED}
+    supported = {c.axis for c in SPEC.capabilities if c.support in (Support.SUPPORTED, Support.CONDITIONAL)}
     assert supported == {Axis.DP_SHARD, Axis.DP_REPLICATE, Axis.EP, Axis.USP}
+    (on_cuda,) = {c.reason for c in SPEC.capabilities if c.support is Support.CONDITIONAL}
+    assert "in bfloat16 only" in on_cuda
 
 
 def test_veomni_requirements_are_those_of_the_dist() -> None:
@@ -117,6 +119,26 @@ def test_doctor_tells_the_proved_veomni_from_others_and_from_none(monkeypatch) -
     assert all(s.name in listed for s in standins.STAND_INS)
 
 
+@pytest.mark.parametrize(
+    ("torch", "vision", "status"),
+    [
+        ("2.13.0+cpu", None, CheckStatus.OK),
+        ("2.13.0", "0.28.0", CheckStatus.OK),
+        ("2.13.0+cpu", "0.28.0+cpu", CheckStatus.OK),
+        ("2.13.0+cpu", "0.28.0", CheckStatus.WARN),
+    ],
+)
+def test_doctor_sees_a_torchvision_of_another_build_than_torch(monkeypatch, torch, vision, status) -> None:
+    def version(dist: str) -> str:
+        found = {"torch": torch, "torchvision": vision}[dist]
+        if found is None:
+            raise checks.metadata.PackageNotFoundError(dist)
+        return found
+
+    monkeypatch.setattr(checks.metadata, "version", version)
+    assert checks.check_torchvision().status is status
+
+
 def test_every_stand_in_says_what_it_leaves_unproved() -> None:
     names = [s.name for s in standins.STAND_INS]
     assert len(names) == len(set(names)) == 6
@@ -167,3 +189,15 @@ def test_grouped_products_are_those_of_each_expert() -> None:
 def test_a_forced_sum_of_whole_experts_is_refused() -> None:
     with pytest.raises(AssertionError, match="divide again"):
         standins.sum_expert_gradients([], 1)
+
+
+def test_the_kernel_for_experts_on_a_gpu_is_for_bfloat16() -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("veomni", reason="veomni is not installed (it has an environment of its own)")
+    from rlctl.errors import ConfigError
+    from rlctl_veomni import kernels
+
+    gpu = torch.device("cuda")
+    assert kernels.experts_implementation(VeOmniConfig(), 1, gpu, torch.float32) == "eager"
+    with pytest.raises(ConfigError, match="computes in bfloat16"):
+        kernels.experts_implementation(VeOmniConfig(), 2, gpu, torch.float32)

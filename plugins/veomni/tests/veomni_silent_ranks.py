@@ -209,7 +209,12 @@ def exports(scratch: Path) -> dict[str, Any]:
         found = exported(engine)
         parameters = dict(provider(engine)._built.model.named_parameters())
     fused = {n: p for n, p in parameters.items() if is_fused(n)}
+    with engine_on(scratch / "qwen3", {}, world=dist_world(), value=True, seed=5) as engine:
+        head = exported(engine)["score.weight"]
+        drawn = weights.draw_value_head(provider(engine)._built.model.config, 5)
+        note = engine.info.notes.get("value_head", "") if engine.info is not None else ""
     return {
+        "drawn value head": bool(torch.equal(head, drawn)) and "drawn from seed 5" in note,
         "experts of full_tensor": sorted({p.full_tensor().shape[0] for p in fused.values()}),
         "names": sorted(found) == sorted(files),
         "equal": all(torch.equal(found[n], t) for n, t in files.items()),

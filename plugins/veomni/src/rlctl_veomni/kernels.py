@@ -54,6 +54,13 @@ def experts_implementation(config: VeOmniConfig, ep: int, device: torch.device, 
                 next="set actor.engine.experts=auto",
             )
         return f"fused_{EXPERTS_KERNEL}"
+    if compute != torch.bfloat16:
+        raise ConfigError(
+            "VeOmni's kernel for experts computes in bfloat16",
+            found=f"float32, with parallel.ep={ep} and engine.experts={config.experts}",
+            wanted="engine.param_dtype auto or bfloat16; in float32 engine.experts eager and parallel.ep=1",
+            next="set actor.engine.param_dtype=auto",
+        )
     if not is_fused_moe_available():
         raise BackendUnavailableError(
             "VeOmni's kernel for experts needs Triton",

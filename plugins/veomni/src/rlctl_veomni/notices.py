@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 import re
 import sys
@@ -41,22 +42,22 @@ class _WithoutDocstrings:
 
 
 def silence() -> None:
-    """Errors only, unless the user asked for more; before the first import of veomni. Safe to call again."""
-    os.environ.setdefault(VERBOSITY, QUIET)
+    """Errors only, unless the user asked for more, also where veomni was imported before. Safe to call again."""
+    logging.getLogger("veomni").setLevel(os.environ.setdefault(VERBOSITY, QUIET))
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
     """Inside, a model is built and filled without bars of progress, and without transformers' complaints of VeOmni's code."""
-    from transformers.utils import logging
+    from transformers.utils import logging as words
 
     loader: Any = importlib.import_module("veomni.models.module_utils")
-    bar, verbosity = loader.tqdm, logging.get_verbosity()
+    bar, verbosity = loader.tqdm, words.get_verbosity()
     loader.tqdm = lambda items, **_: items
-    logging.set_verbosity_error()
+    words.set_verbosity_error()
     try:
         with contextlib.redirect_stdout(_WithoutDocstrings(sys.stdout)):  # type: ignore[type-var]
             yield
     finally:
         loader.tqdm = bar
-        logging.set_verbosity(verbosity)
+        words.set_verbosity(verbosity)

@@ -47,6 +47,15 @@ _CELLS: dict[Axis, tuple[Support, str, str | None]] = {
     Axis.DCP: (Support.NOT_APPLICABLE, "an axis of decoding; this backend trains", None),
 }
 
+_ON_CUDA: dict[Axis, tuple[Support, str, str | None]] = {
+    Axis.EP: (
+        Support.CONDITIONAL,
+        f"{_CELLS[Axis.EP][1]}; in bfloat16 only, which is the default: VeOmni's Triton kernel takes no float32",
+        _CELLS[Axis.EP][2],
+    ),
+}
+_DIFFERENT = {"cuda": _ON_CUDA}
+
 
 def _capabilities() -> tuple[Capability, ...]:
     return tuple(
@@ -55,7 +64,7 @@ def _capabilities() -> tuple[Capability, ...]:
         )
         for model_type in ModelType
         for device in DEVICES
-        for axis, (support, reason, constraint) in _CELLS.items()
+        for axis, (support, reason, constraint) in {**_CELLS, **_DIFFERENT.get(device, {})}.items()
     )
 
 
@@ -82,8 +91,12 @@ def rlctl_backends() -> list[BackendSpec]:
 
 @hookimpl
 def rlctl_checks() -> list[Check]:
-    """The CPU stand-ins, and the version of VeOmni that was proved."""
-    return [Check("veomni", _check_version), Check("veomni-stand-ins", _check_stand_ins)]
+    """The CPU stand-ins, the version of VeOmni that was proved, and a package that it brings and that may not fit."""
+    return [
+        Check("veomni", _check_version),
+        Check("veomni-stand-ins", _check_stand_ins),
+        Check("veomni-torchvision", _check_torchvision),
+    ]
 
 
 def _check_version() -> CheckResult:
@@ -96,6 +109,12 @@ def _check_stand_ins() -> CheckResult:
     from rlctl_veomni.checks import check_stand_ins
 
     return check_stand_ins()
+
+
+def _check_torchvision() -> CheckResult:
+    from rlctl_veomni.checks import check_torchvision
+
+    return check_torchvision()
 
 
 @hookimpl
