@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 bench/gpu_step.py --topology dp_shard=2       # each rank has its own rows
     torchrun --nproc-per-node 2 bench/gpu_step.py --topology usp=2 --shapes 2x8192   # two ranks share rows
 
-A shape is rows x tokens of one *replica*. Model FLOPs = 3 x (2 x parameters + 2 x layers x heads x head_dim x sequence) a
-token (causal attention counted at half). Rank 0 prints one JSON object a line; tokens/s is that of all ranks together.
+A shape is rows x tokens of one *replica*. Model FLOPs = 3 x (2 x parameters that a token meets + 2 x layers x heads x head_dim x
+sequence) a token (causal attention counted at half). Rank 0 prints one JSON object a line; tokens/s is that of all ranks together.
 """
 
 from __future__ import annotations
@@ -35,6 +35,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
         "tie_word_embeddings": True, "max_position_embeddings": 40960,
     },
+    "moe-1b": {
+        "model_type": "qwen3_moe", "vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 3072,
+        "moe_intermediate_size": 512, "num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": True,
+        "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "tie_word_embeddings": False, "max_position_embeddings": 40960,
+    },
     "tiny": {
         "model_type": "qwen3", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True,
@@ -51,6 +57,15 @@ def build(backend: str, topology: Topology, device: Device, shape: dict[str, Any
     model = {"config": shape, "seed": 0, "dtype": "float32"}
     engine.build(topology, settings, model, {"lr": 1e-5, "clip_grad": 1.0})
     return engine
+
+
+def active_parameters(shape: dict[str, Any], total: int) -> int:
+    """Weights that one token meets: of a mixture's experts those that it is sent to."""
+    experts = shape.get("num_experts", 0)
+    if not experts:
+        return total
+    one = 3 * shape["hidden_size"] * shape["moe_intermediate_size"]
+    return total - shape["num_hidden_layers"] * (experts - shape["num_experts_per_tok"]) * one
 
 
 def rows_of(engine: Engine, rows: int, length: int, vocab: int) -> PackedBatch:
@@ -79,7 +94,8 @@ def measure(engine: Engine, rows: int, length: int, steps: int, shape: dict[str,
     median, ranks = statistics.median(seconds), engine.mesh.world_size
     tokens = rows * length * engine.mesh.dp_size
     layers, heads = shape["num_hidden_layers"], shape["num_attention_heads"]
-    flops = 3 * (2 * engine.info.num_parameters + 2 * layers * heads * shape["head_dim"] * length) * tokens / median
+    active = active_parameters(shape, engine.info.num_parameters)
+    flops = 3 * (2 * active + 2 * layers * heads * shape["head_dim"] * length) * tokens / median
     return {
         "rows": rows,
         "length": length,

@@ -18,6 +18,7 @@ from rlctl.records import EvidenceLevel, EvidenceRecord
 VERSIONS = {
     "fsdp2": ("torch", "transformers"),
     "megatron": ("torch", "transformers", "megatron-core", "transformer-engine"),
+    "veomni": ("torch", "transformers", "veomni"),
 }
 VENDORS = {"cuda": "nvidia"}
 

@@ -58,9 +58,21 @@ CASES = (
     Case("megatron", "dp_shard=2", dtypes=("float32",)),
     Case("megatron", "pp=2,vpp=2", dtypes=("float32",)),
     Case("megatron", "tp=2,sp=1,etp=2", MOE, dtypes=("float32",)),
+    Case("veomni", "", MOE, ranks=1),
+    Case("veomni", "dp_shard=2"),
+    Case("veomni", "usp=2"),
+    Case("veomni", "dp_shard=2,ep=2", MOE),
+    Case("veomni", "usp=2,ep=2", MOE),
 )
+LIBRARIES = {"fsdp2": "rlctl_fsdp", "megatron": "megatron.core", "veomni": "veomni"}
+"""A backend whose library is not in this environment is left out: VeOmni has one of its own."""
 """HSDP with two ranks is two replicas: dp_replicate 2 x dp_shard 2 needs four."""
-SINGLE = (Case("fsdp2", "", ranks=1), Case("megatron", "", ranks=1), Case("megatron", "", MOE, 1))
+SINGLE = (
+    Case("fsdp2", "", ranks=1),
+    Case("megatron", "", ranks=1),
+    Case("megatron", "", MOE, 1),
+    Case("veomni", "", MOE, 1),
+)
 SMALL = (Case("fsdp2", "usp=2"), Case("megatron", "tp=2,sp=1"))
 
 GRPO: dict[str, Any] = {
@@ -165,7 +177,7 @@ def _missing(device: str, ranks: int) -> str | None:
 
 
 def _machine(device: str) -> dict[str, Any]:
-    names = ("torch", "transformers", "megatron-core", "transformer-engine", "rlctl-core")
+    names = ("torch", "transformers", "megatron-core", "transformer-engine", "veomni", "rlctl-core")
     versions: dict[str, str] = {}
     for name in names:
         try:
@@ -207,13 +219,20 @@ def _plan(device: str, ranks: int, layers: Sequence[str]) -> list[tuple[Case, st
     plan: list[tuple[Case, str, tuple[str, ...]]] = []
     for dtype in dtypes:
         for case in cases:
-            if dtype not in case.dtypes:
+            if dtype not in case.dtypes or not _installed(LIBRARIES[case.backend]):
                 continue
             if case.backend == "megatron" and there and dtype == "bfloat16" and "transformer_engine" in layers:
                 plan.append((case, dtype, ("layers=transformer_engine",)))
             elif "local" in layers:
                 plan.append((case, dtype, ("layers=local",) if case.backend == "megatron" and there else ()))
     return plan
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent is not there
+        return False
 
 
 def verify_cases(device_type: str, ranks: int, layers: Sequence[str]) -> int:
