@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from rlctl import device as devices
 from rlctl.runtime import link_wait, meeting
 from rlctl.runtime.failures import PeerFailedError
 from rlctl.runtime.packed import Buckets, Header, Packer, Unpacker
@@ -32,8 +33,8 @@ from rlctl.runtime.transfer import LinkEnd
 
 _LOOK_S = 0.002
 """How often a receiver that works on one bucket looks whether the next one is coming."""
-_WORDS = "rlctl_weights"
-"""Before every key: the collective library keeps its own, numbers with slashes, in the same store."""
+_WORDS = "words"
+"""Before every key: the collective library keeps its own in the same store."""
 _END, _OFF, _BUCKET = "end", "off", "bucket"
 
 
@@ -78,22 +79,22 @@ class PackedLink:
         travelling: Any = None
         try:
             for header, data in packer:
-                if travelling is not None:
-                    self.wait(travelling)
-                    travelling = None
+                before, travelling = travelling, None
+                self.wait(before)
                 self._look_for_failures(number)
                 self._say(round_.key(), _BUCKET, header.to_json())
                 travelling = self.broadcast(data)
                 round_.bucket += 1
                 beat(bucket=round_.bucket)
+            before, travelling = travelling, None
+            self.wait(before)
         except BaseException as error:
-            # What travels must arrive first: the receivers look at words between buckets only.
-            if travelling is not None:
+            # What travels must arrive first: the receivers look at words between buckets only. Who waited for it in vain
+            # does not wait again.
+            with contextlib.suppress(RuntimeError):
                 self.wait(travelling)
-            self._say(round_.key(), _OFF, _words_of(error, self._end.who))
+                self._say(round_.key(), _OFF, _words_of(error, self._end.who))
             raise
-        if travelling is not None:
-            self.wait(travelling)
         self.peak_bytes = packer.peak_bytes
         self._buckets.free()
         self._say(round_.key(), _END, "")
@@ -188,16 +189,17 @@ class PackedLink:
         options = BroadcastOptions()
         options.rootRank = 0
         options.timeout = datetime.timedelta(seconds=self._end.timeout_s)
-        return self._group.broadcast([data], options) if data.numel() else _Nothing()
+        return self._group.broadcast([data], options) if data.numel() else None
 
-    def wait(self, work: Any) -> None:
-        """Wait for the end of a :meth:`broadcast`.
+    def wait(self, work: Any | None) -> None:
+        """Wait for the end of a :meth:`broadcast`; None has ended.
 
         Raises:
             PeerFailedError: it did not end within the time limit.
             RuntimeError: a rank is gone.
         """
-        link_wait.for_work(work, self._end.timeout_s, on_device=self._on_device)
+        if work is not None:
+            link_wait.for_work(work, self._end.timeout_s, on_device=self._on_device)
 
     def close(self) -> None:
         """Leave; not collective."""
@@ -224,16 +226,6 @@ class _Round:
         return f"{_WORDS}/{self.number}/{self.bucket}"
 
 
-class _Nothing:
-    """The broadcast of a bucket without bytes."""
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        return True
-
-
 def _failed(number: int) -> str:
     return f"{_WORDS}/{number}/failed"
 
@@ -246,10 +238,14 @@ def _words_of(error: BaseException, who: str) -> str:
 
 def _process_group(store: Any, end: LinkEnd, timeout: datetime.timedelta) -> Any:
     """The group itself, a backend's object: the process's default group is its pool's."""
-    if torch.device(end.device).type == "cuda":
+    from torch._C._distributed_c10d import PrefixStore
+
+    store = PrefixStore("group", store)
+    device = torch.device(end.device)
+    if device.type == "cuda":
         from torch._C._distributed_c10d import ProcessGroupNCCL
 
-        torch.cuda.set_device(torch.device(end.device))
+        devices.set_device(device.type, device.index)
         options = ProcessGroupNCCL.Options()
         options._timeout = timeout
         return ProcessGroupNCCL(store, end.rank, end.size, options)
