@@ -28,7 +28,7 @@ def record_of(case: Mapping[str, Any], summary: Mapping[str, Any]) -> tuple[str,
     assert case["passed"], "what failed proves nothing"
     axes = {k: int(v) for k, v in case["topology"].items()}
     versions = {n: v for n, v in summary["versions"].items() if n in VERSIONS[case["backend"]] and v != "absent"}
-    engine = ",".join(case["engine"])
+    engine = "-".join(setting.partition("=")[2] for setting in case["engine"])
     name = "-".join(
         [f"{k}{v}" for k, v in axes.items()]
         + [case["device"], case["model_family"], case["model_type"], case["dtype"], *([engine] if engine else [])]
