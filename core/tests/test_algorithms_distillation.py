@@ -161,7 +161,7 @@ def test_sampled_divergences_equal_their_definitions() -> None:
         assert torch.allclose(sampled_divergence(teacher + d, teacher, kind), want, atol=1e-12), kind
         assert torch.allclose(sampled_divergence(teacher + d, teacher, kind, loss_max=0.6), want.clamp(max=0.6)), kind
     for kind in ("k1", "k4"):
-        with pytest.raises(ValueError, match="k1_reward|unknown"):
+        with pytest.raises(ValueError, match=r"k1_reward|unknown"):
             sampled_divergence(d, d, kind)
     with pytest.raises(ValueError, match="unknown"):
         topk_divergence(d[:, None], d[:, None], "reverse_kl")

@@ -267,12 +267,13 @@ class Engine:
 
         Args:
             want: of a language model among ``log_probs``, ``entropy`` and, where the engine's notes have it, ``experts``:
-                what a mixture of experts chose at the position that predicts each scored token. Of a value model
+                what a mixture of experts chose at the position that predicts each scored token; ``topk_ids``,
+                ``topk_log_probs`` and ``log_probs_at`` of several tokens a place (:mod:`rlctl.scoring`). Of a value model
                 ``values`` (see :meth:`rlctl.logits.ValueReader.values`).
 
         Returns:
             ``{name: [N] float32 on the CPU}`` in the order of ``batch``, zero where ``loss_mask`` is False; ``experts`` is
-            ``[N, layers, experts of a token]``.
+            ``[N, layers, experts of a token]``, what is of several tokens ``[N, K]``, and ``topk_ids`` is int64.
 
         Raises:
             EngineError: what a model with this head has not, or ``experts`` of an engine that does not report them.
@@ -282,13 +283,21 @@ class Engine:
         self._hooks.rlctl_set_mode(train=False)
         outputs = self.forward_backward(micro_batches, ScoreLoss(tuple(want)), forward_only=True)
         starts = batch.cu_seqlens.tolist()
-        result = {name: torch.zeros(batch.num_items, *outputs[0].items[name].shape[1:]) for name in want}
+        result = {
+            name: torch.zeros(
+                batch.num_items,
+                *outputs[0].items[name].shape[1:],
+                # float32 holds no id above 2^24.
+                dtype=torch.long if name == "topk_ids" else torch.float32,
+            )
+            for name in want
+        }
         for rows, out in zip(groups, outputs, strict=True):
             if not rows:
                 continue
             index = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in rows])
             for name in want:
-                result[name][index] = out.items[name].float().cpu()
+                result[name][index] = out.items[name].to(result[name].dtype).cpu()
         return result
 
     def eval_loss(

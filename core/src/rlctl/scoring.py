@@ -1,6 +1,9 @@
 """What ``infer_batch`` asks of a reader, by the head of the model.
 
-N tokens of the micro-batch.
+N tokens of the micro-batch, K alternatives.
+
+``topk_ids`` and ``topk_log_probs`` are of the ``meta[TOPK]`` most probable tokens; ``log_probs_at`` is of the tokens of the item
+field ``SCORE_IDS`` ``[N, K]``.
 """
 
 from __future__ import annotations
@@ -16,8 +19,16 @@ from rlctl.errors import EngineError
 from rlctl.logits import LossOutput
 from rlctl.records import ModelType
 
+TOPK = "topk"
+"""Key of a batch's ``meta``: how many alternatives are asked for."""
+
+SCORE_IDS = "score_ids"
+"""Item field of a batch, ``[N, K]``: the tokens whose log-probs are asked for."""
+
+_TOPK = ("topk_ids", "topk_log_probs")
+
 SCORES: dict[ModelType, tuple[str, ...]] = {
-    ModelType.LANGUAGE_MODEL: ("log_probs", "entropy", "experts"),
+    ModelType.LANGUAGE_MODEL: ("log_probs", "entropy", "experts", "topk_ids", "topk_log_probs", "log_probs_at"),
     ModelType.VALUE_MODEL: ("values",),
 }
 """What a model with each head can be asked for."""
@@ -45,7 +56,8 @@ def check_scores(want: Sequence[str], model_type: ModelType, backend: str) -> No
 
 @dataclass(frozen=True)
 class ScoreLoss:
-    """A loss that only hands scores back: ``items[name]`` is ``[N]``, of ``experts`` ``[N, L, K]``, detached."""
+    """A loss that only hands scores back: ``items[name]`` is ``[N]``, of ``experts`` ``[N, L, K]``, of several tokens a place
+    ``[N, K]``, detached."""
 
     want: tuple[str, ...]
 
@@ -53,10 +65,19 @@ class ScoreLoss:
         items: dict[str, torch.Tensor] = {}
         if {"log_probs", "entropy"} <= set(self.want):
             items["log_probs"], items["entropy"] = reader.log_prob_and_entropy()
+        if set(_TOPK) & set(self.want):
+            values = reader.topk(int(batch.meta[TOPK]))
+            items |= {name: v for name, v in zip(reversed(_TOPK), values, strict=True) if name in self.want}
+        if "log_probs_at" in self.want:
+            items["log_probs_at"] = reader.log_prob_at(batch.items[SCORE_IDS])
         for name in self.want:
             if name not in items:
                 items[name] = _one(reader, name)
-        return LossOutput(loss=next(iter(items.values())).sum(), items={k: v.detach() for k, v in items.items()})
+        return LossOutput(loss=_first(items).float().sum(), items={k: v.detach() for k, v in items.items()})
+
+
+def _first(items: dict[str, torch.Tensor]) -> torch.Tensor:
+    return next(iter(items.values()))
 
 
 def _one(reader: Any, name: str) -> torch.Tensor:

@@ -140,8 +140,10 @@ def topk_divergence(
 
 
 def overlap_ratio(ids: torch.Tensor, other_ids: torch.Tensor) -> torch.Tensor:
-    """``[N]`` share of ``other_ids`` ``[N, K]`` that are in ``ids`` ``[N, L]``; ids of a row are distinct."""
-    return (other_ids[:, :, None] == ids[:, None, :]).any(-1).to(torch.float32).mean(-1)
+    """``[N]`` share of ``other_ids`` ``[N, K]`` that are in ``ids`` ``[N, L]``; the ids of a row are distinct in each."""
+    # Sorted together, a common one stands beside itself: no [N, L, K] of comparisons.
+    merged = torch.cat([ids, other_ids], dim=-1).sort(dim=-1).values
+    return (merged[:, 1:] == merged[:, :-1]).sum(-1).to(torch.float32) / other_ids.shape[-1]
 
 
 def _outcomes(log_probs: torch.Tensor, log_prob_min: float | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

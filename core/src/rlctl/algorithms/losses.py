@@ -5,6 +5,7 @@ They bind an algorithm's pure functions to a batch's fields. N tokens of the mic
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,11 +29,20 @@ class PolicyLoss:
     check_rollout: bool = False
 
     def __call__(self, reader: LogitsReader, batch: PackedBatch) -> LossOutput:
-        cfg = self.config
         log_probs, entropy = reader.log_prob_and_entropy()
-        device = log_probs.device
-        field = {k: v.to(device) for k, v in batch.items.items()}
-        weight, mask, advantages = field["item_weight"], field["loss_mask"].bool(), field["advantages"]
+        field = {k: v.to(log_probs.device) for k, v in batch.items.items()}
+        return self.of(log_probs, entropy, field, field["advantages"])
+
+    def of(
+        self,
+        log_probs: torch.Tensor,
+        entropy: torch.Tensor,
+        field: Mapping[str, torch.Tensor],
+        advantages: torch.Tensor,
+    ) -> LossOutput:
+        """The loss from what was read already: log-probs, entropy and advantages ``[N]``, and the batch's item fields."""
+        cfg = self.config
+        weight, mask = field["item_weight"], field["loss_mask"].bool()
         old = field.get("old_log_probs", log_probs.detach())
         policy = POLICY_LOSSES[cfg.policy_loss.loss_mode](
             log_probs,

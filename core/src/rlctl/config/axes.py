@@ -102,7 +102,8 @@ def _topology(
 
 def _pool_size(document: Document, role: str) -> object:
     """Ranks of the pool where a role lives; what is wrong with the pool's name is the schema's matter."""
-    pool = document.get((role, "pool")) or (document.get(("actor", "pool")) if role == "ref" else None) or MAIN_POOL
+    follows = role in ("ref", "teacher")
+    pool = document.get((role, "pool")) or (document.get(("actor", "pool")) if follows else None) or MAIN_POOL
     place: Loc = ("runtime", "nproc") if pool == MAIN_POOL else ("runtime", "pools", str(pool), "nproc")
     return document.get(place, 1)
 
@@ -115,7 +116,8 @@ def _constraints(
     places: Sequence[tuple[str, str | None]],
     notice: Callable[[str], None],
 ) -> list[Problem]:
-    facts = facts_of(document.get(("model", "config")), document.get(("model", "path")))
+    model: Loc = ("teacher", "model") if role == "teacher" else ("model",)
+    facts = facts_of(document.get((*model, "config")), document.get((*model, "path")))
     fits = [check_topology(spec, topology, *place, facts=facts) for place in places]
     good = [fit for fit in fits if not fit.problems]
     if good:

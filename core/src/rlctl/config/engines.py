@@ -19,7 +19,7 @@ from rlctl.config.axes import axis_problems
 from rlctl.config.check import UnknownKey, check
 from rlctl.config.document import Document, Loc, Origin, dotted
 from rlctl.config.problems import Problem, from_error
-from rlctl.config.schema import ActorConfig, RefConfig, RolloutConfig
+from rlctl.config.schema import ActorConfig, RefConfig, RolloutConfig, TeacherConfig
 from rlctl.config.schema_runtime import MAIN_POOL
 from rlctl.config.suggest import for_key, nearest
 from rlctl.declare import guarded, load_object
@@ -29,13 +29,21 @@ from rlctl.records import BackendKind, BackendSpec
 if TYPE_CHECKING:
     from rlctl.plugins import BackendRecord, PluginSet
 
-_ROLE_MODELS: dict[str, type[BaseModel]] = {"actor": ActorConfig, "ref": RefConfig, "rollout": RolloutConfig}
+_ROLE_MODELS: dict[str, type[BaseModel]] = {
+    "actor": ActorConfig,
+    "ref": RefConfig,
+    "teacher": TeacherConfig,
+    "rollout": RolloutConfig,
+}
 ROLE_KINDS: dict[str, BackendKind] = {
     "actor": BackendKind.TRAIN,
     "ref": BackendKind.TRAIN,
+    "teacher": BackendKind.TRAIN,
     "rollout": BackendKind.ROLLOUT,
 }
 _DEFAULT_BACKENDS = {role: cls.model_fields["backend"].default for role, cls in _ROLE_MODELS.items()}
+_FOLLOWERS = ("ref", "teacher")
+"""Roles that take from the actor what they do not state. A run without a teacher section has no teacher."""
 _FOLLOWED = ("engine", "parallel", "micro_batch_size_per_device", "max_tokens_per_device")
 
 
@@ -94,9 +102,14 @@ def resolve_engines(document: Document, plugins: PluginSet, notice: Callable[[st
     """
     out = Engines()
     actor = document.get(("actor", "backend"), _DEFAULT_BACKENDS["actor"])
+    absent = {role for role in ("teacher",) if not isinstance(document.get((role,)), dict)}
     if isinstance(actor, str):
-        _follow_actor(document, actor)
+        for role in _FOLLOWERS:
+            if role not in absent:
+                _follow_actor(document, actor, role)
     for role, default in _DEFAULT_BACKENDS.items():
+        if role in absent:
+            continue
         name = document.get((role, "backend"), default)
         if isinstance(name, str) and isinstance(document.get((role,), {}), dict):
             _one_role(document, role, name, plugins, notice, out)
@@ -108,40 +121,40 @@ def _needed(document: Document, role: str) -> bool:
     sft = document.get(("trainer", "type")) == "sft"
     kl = document.get(("actor", "use_kl_loss")) is True
     given = document.has((role, "backend")) and not _derived(document, role)
-    return given or {"actor": True, "ref": kl and not sft, "rollout": not sft}[role]
+    return given or {"actor": True, "ref": kl and not sft, "teacher": True, "rollout": not sft}[role]
 
 
 def _derived(document: Document, role: str) -> bool:
     return document.leaf_origin((role, "backend")).kind == "derived"
 
 
-def _follow_actor(document: Document, actor: str) -> None:
-    """The reference takes from the actor what it does not state, unless it has a backend of its own."""
-    ref = document.get(("ref",), {})
-    if not isinstance(ref, dict) or ref.get("backend"):
+def _follow_actor(document: Document, actor: str, role: str) -> None:
+    """The reference or teacher takes from the actor what it does not state, unless it has a backend of its own."""
+    section = document.get((role,), {})
+    if not isinstance(section, dict) or section.get("backend"):
         return
     derived = Origin("derived", "as actor.backend")
-    document.set(("ref", "backend"), actor, derived)
+    document.set((role, "backend"), actor, derived)
     bounds = _FOLLOWED[2:]
     for key in _FOLLOWED:
         value = document.get(("actor", key))
-        if value is None or (key in bounds and any(ref.get(bound) is not None for bound in bounds)):
+        if value is None or (key in bounds and any(section.get(bound) is not None for bound in bounds)):
             continue
         if isinstance(value, dict):
             for name, item in value.items():
-                if key == "parallel" and name.startswith("dp_") and _own_pool(document):
+                if key == "parallel" and name.startswith("dp_") and _own_pool(document, role):
                     continue  # they are sizes of the actor's pool
-                if isinstance(document.get(("ref", key), {}), dict) and not document.has(("ref", key, name)):
+                if isinstance(document.get((role, key), {}), dict) and not document.has((role, key, name)):
                     document.set(
-                        ("ref", key, name), copy.deepcopy(item), Origin("derived", f"as {dotted(('actor', key, name))}")
+                        (role, key, name), copy.deepcopy(item), Origin("derived", f"as {dotted(('actor', key, name))}")
                     )
         else:
-            document.set(("ref", key), value, Origin("derived", f"as actor.{key}"))
+            document.set((role, key), value, Origin("derived", f"as actor.{key}"))
 
 
-def _own_pool(document: Document) -> bool:
-    """True for a reference that does not share the actor's pool."""
-    pool = document.get(("ref", "pool"))
+def _own_pool(document: Document, role: str) -> bool:
+    """True for a reference or teacher that does not share the actor's pool."""
+    pool = document.get((role, "pool"))
     return bool(pool) and pool != document.get(("actor", "pool"), MAIN_POOL)
 
 
@@ -170,7 +183,7 @@ def _one_role(
         return
     out.models[role] = model
     _engine_section(document, role, spec, model, plugins, out)
-    if not derived or (role == "ref" and _own_pool(document)):
+    if not derived or (role in _FOLLOWERS and _own_pool(document, role)):
         out.problems += axis_problems(document, role, spec, device, notice)
 
 

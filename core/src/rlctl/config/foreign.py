@@ -107,7 +107,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "gpu_memory_utilization": ("rollout.engine", "the key of the rollout backend's own section"),
 }
 
-ROLES = ("actor", "ref", "rollout")
+ROLES = ("actor", "ref", "rollout", "teacher")
 
 
 def our_path(name: str, loc: tuple[str | int, ...]) -> tuple[str, str] | None:

@@ -23,8 +23,12 @@ def resolve_paths(document: Document, base_dir: Path, notice: Callable[[str], No
     ``notice`` gets a line for what is taken as a hub id although a directory has almost the same name.
     """
     problems: list[Problem] = []
-    for key in ("path", "tokenizer"):
-        _model(document, ("model", key), base_dir, problems, notice)
+    teachers = document.get(("teacher", "models"))
+    sections: list[Loc] = [("model",), ("teacher", "model")]
+    sections += [("teacher", "models", str(name)) for name in (teachers if isinstance(teachers, dict) else {})]
+    for section in sections:
+        for key in ("path", "tokenizer"):
+            _model(document, (*section, key), base_dir, problems, notice)
     for key in ("train_files", "val_files"):
         _files(document, ("data", key), base_dir, problems)
     components = document.get(("reward", "components"))

@@ -15,6 +15,7 @@ from rlctl.config.base import Strict as Strict
 from rlctl.config.schema_data import ColumnsConfig as ColumnsConfig
 from rlctl.config.schema_data import DataConfig as DataConfig
 from rlctl.config.schema_data import TaskConfig as TaskConfig
+from rlctl.config.schema_distillation import DistillationConfig, distillation_faults
 from rlctl.config.schema_runtime import MAIN_POOL, RuntimeConfig
 from rlctl.normalizer_modes import LossAggMode
 
@@ -241,6 +242,22 @@ class WarmStartConfig(Strict):
     stop_at_score: float | None = Field(default=None, description="Stop once the sampled validation score reaches it.")
 
 
+class TeacherConfig(RefConfig):
+    """The teacher of a distillation: scores, never learns. What it does not state it takes from the actor."""
+
+    model: ModelConfig | None = Field(default=None, description="The one teacher.")
+    models: dict[str, ModelConfig] = Field(
+        default_factory=dict,
+        description="Several teachers: value of route_by in a row to the model section of its teacher.",
+    )
+    route_by: str = Field(
+        default="data_source", min_length=1, description="data_source, or a key of a row's extra_info."
+    )
+    train: WarmStartConfig | None = Field(
+        default=None, description="Train the teacher first, by SFT on the training rows' answers."
+    )
+
+
 class GuardsConfig(Strict):
     """Guards that are on by default; turning one off is written to the manifest."""
 
@@ -303,13 +320,16 @@ class RunConfig(Strict):
     )
     guards: GuardsConfig = Field(default_factory=GuardsConfig, description="What stops a run that has gone wrong.")
     warm_start: WarmStartConfig | None = Field(default=None, description="A short SFT before RL.")
+    distillation: DistillationConfig | None = Field(default=None, description="Learn from a teacher.")
+    teacher: TeacherConfig | None = Field(default=None, description="Whom distillation learns from.")
 
     @model_validator(mode="after")
     def _batch_arithmetic(self) -> RunConfig:
         # All of them, one a line: the reader mends them together.
-        faults: list[str] = []
+        faults = distillation_faults(self)
         rl = self.trainer.type == "rl"
-        if rl and self.rollout.n < 2:
+        groups = self.distillation is None or self.distillation.use_task_rewards
+        if rl and groups and self.rollout.n < 2:
             faults.append(
                 f"rollout.n is {self.rollout.n}: GRPO compares the samples of one prompt and needs at least 2"
             )
@@ -323,6 +343,7 @@ class RunConfig(Strict):
             ("actor.pool", self.actor.pool),
             ("ref.pool", self.ref.pool),
             ("rollout.pool", self.rollout.pool),
+            ("teacher.pool", self.teacher.pool if self.teacher else ""),
         ):
             if pool and pool not in self.runtime.sizes():
                 faults.append(
@@ -330,16 +351,19 @@ class RunConfig(Strict):
                     f"runtime.pools={{{pool}: {{nproc: 1}}}} makes it"
                 )
         named = {self.actor.pool, self.ref.pool or self.actor.pool, self.rollout.pool}
+        named |= {self.teacher.pool or self.actor.pool} if self.teacher else set()
         if idle := ", ".join(name for name in self.runtime.pools if name not in named):
             faults.append(
-                f"runtime.pools has {idle}, where no role lives: set actor.pool, rollout.pool or ref.pool to it"
+                f"runtime.pools has {idle}, where no role lives: set actor.pool, rollout.pool, ref.pool or "
+                "teacher.pool to it"
             )
         if self.runtime.nproc > 1 and MAIN_POOL not in named:
             faults.append(
                 f"runtime.nproc is {self.runtime.nproc}, and no role lives in that pool, {MAIN_POOL}: take it out"
             )
         longest = self.data.max_prompt_length + self.data.max_response_length
-        for role, budget in (("actor", self.actor.max_tokens_per_device), ("ref", self.ref.max_tokens_per_device)):
+        for role, section in (("actor", self.actor), ("ref", self.ref), ("teacher", self.teacher)):
+            budget = section.max_tokens_per_device if section else None
             if budget is not None and budget < longest:
                 faults.append(
                     f"{role}.max_tokens_per_device {budget} cannot hold one row of data.max_prompt_length + "
@@ -356,4 +380,6 @@ class RunConfig(Strict):
             used.add(self.rollout.pool)
             if self.actor.use_kl_loss:
                 used.add(self.ref.pool or self.actor.pool)
+            if self.teacher is not None:
+                used.add(self.teacher.pool or self.actor.pool)
         return {name: size for name, size in self.runtime.sizes().items() if name in used}

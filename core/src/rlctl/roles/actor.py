@@ -8,13 +8,18 @@ from dataclasses import dataclass
 
 import torch
 
+from rlctl.algorithms.distillation_loss import DIAGNOSTICS, DistillationLoss
 from rlctl.algorithms.losses import PolicyLoss
 from rlctl.batch import PackedBatch, padding_like
 from rlctl.config.schema import ActorConfig
+from rlctl.config.schema_distillation import DistillationConfig
+from rlctl.logits import LossFn
 from rlctl.microbatch import MicroBatchPlan
 from rlctl.normalizer import item_weights
 from rlctl.roles.budget import SkipBudget
 from rlctl.runtime.remote import RemoteEngine
+
+_MEANS = ("actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/entropy", *DIAGNOSTICS)
 
 
 @dataclass
@@ -28,6 +33,7 @@ class ActorRole:
         norm_length: constant length of ``seq-mean-token-sum-norm``.
         budget: skipped steps in a row that are borne.
         check_rollout: compare rollout and trainer probabilities on the first mini-batch after each sync.
+        distillation: learn from the teacher's fields of the batch too.
     """
 
     engine: RemoteEngine
@@ -36,6 +42,7 @@ class ActorRole:
     norm_length: int
     budget: SkipBudget
     check_rollout: bool = True
+    distillation: DistillationConfig | None = None
 
     def score(self, batch: PackedBatch, *, entropy: bool = False) -> dict[str, torch.Tensor]:
         """Log-probs (and entropy) of the batch's own tokens, ``[N]`` each."""
@@ -82,14 +89,20 @@ class ActorRole:
         return mini if len(kept) == len(rows) else mini.select(kept)
 
     def _step(self, mini: PackedBatch, *, first: bool) -> dict[str, float]:
-        loss_fn = PolicyLoss(self.config, check_rollout=self.check_rollout and first)
+        check = self.check_rollout and first
+        if self.distillation is None:
+            loss_fn: LossFn = PolicyLoss(self.config, check)
+        else:
+            loss_fn = DistillationLoss(self.config, self.distillation, check)
         out = self.engine.train_batch(mini, loss_fn, self.plan, self.config.loss_agg_mode, self.norm_length)
         sums = dict(out.sums)
         weight = sums.pop("_weight", 1.0) or 1.0
         gap, tokens = sums.pop("_rollout_gap", None), sums.pop("_rollout_tokens", 0.0)
         metrics = dict(sums)
         # Diagnostics are means over the trained tokens, whatever the aggregation mode makes the weights add up to.
-        for name in ("actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/entropy"):
+        for name in _MEANS:
+            if name not in sums:
+                continue
             if mini.is_padding:
                 del metrics[name]  # no token was trained: a zero would read as a measurement
             else:

@@ -21,8 +21,10 @@ from rlctl.roles.actor import ActorRole
 from rlctl.roles.budget import SkipBudget
 from rlctl.roles.reference import ReferenceRole
 from rlctl.roles.rollout import RolloutRole
+from rlctl.roles.teacher import TeacherRole, teacher_of
 from rlctl.trainers.evaluation import ScoredRollout, length_metrics, score_completions, validate
 from rlctl.trainers.setup import Context
+from rlctl.trainers.teachers import held_out_kl
 
 
 @dataclass
@@ -62,6 +64,7 @@ class RLTrainer:
     sampler: BatchSampler
     train_rows: Sequence[Row]
     val_rows: Sequence[Row]
+    teacher: TeacherRole | None = None
     checked_all_rows: bool = False
 
     @property
@@ -89,6 +92,9 @@ class RLTrainer:
                 scores, groups, norm_by_std=config.algorithm.norm_adv_by_std_in_grpo
             )
             batch = batch.with_items(advantages=advantages[batch.row_ids()])
+        if self.teacher is not None:
+            with timer("teacher"), self.context.reporter.phase("teacher", None):
+                batch = self.teacher.annotate(batch, self.teachers(rollout), self.actor.engine, self.actor.plan)
         with self.context.reporter.phase("update", None):
             metrics = self.update(batch, advantages, step, timer)
         with timer("update_weights"):
@@ -124,6 +130,7 @@ class RLTrainer:
     def memory(self) -> dict[str, float]:
         """Peak memory in GiB: the largest over the ranks of every pool."""
         engines = [self.actor.engine, self.rollout.engine, *([self.reference.engine] if self.reference else [])]
+        engines += self.teacher.engines.values() if self.teacher else []
         found = [engine.memory() for engine in {engine.group.name: engine for engine in engines}.values()]
         return {name: max(m[name] for m in found) for name in found[0]}
 
@@ -146,6 +153,14 @@ class RLTrainer:
             dtypes={"input_ids": torch.long, "loss_mask": torch.bool, "rollout_log_probs": torch.float32},
         )
         return batch, groups
+
+    def teachers(self, rollout: ScoredRollout) -> list[str]:
+        """The name of the teacher of each completion."""
+        section = self.context.config.teacher
+        assert section is not None, "asked only where there is a teacher"
+        assert self.teacher is not None, "asked only where there is a teacher"
+        known = list(self.teacher.engines)
+        return [teacher_of(rollout.rows[c.prompt_index], section.route_by, known) for c in rollout.completions]
 
     # ---- the update -------------------------------------------------------------------------------------------
     def update(self, batch: PackedBatch, advantages: torch.Tensor, step: int, timer: StepTimer) -> dict[str, float]:
@@ -182,7 +197,7 @@ class RLTrainer:
     def rows_with_gradient(self, batch: PackedBatch, advantages: torch.Tensor) -> set[int]:
         """Rows whose loss has a gradient: all, unless only the policy term is on and the advantage is exactly zero."""
         cfg = self.context.config.actor
-        if not cfg.skip_zero_advantage or cfg.entropy_coeff or self.reference is not None:
+        if not cfg.skip_zero_advantage or cfg.entropy_coeff or self.reference is not None or self.teacher is not None:
             return set(range(batch.num_rows))
         return set(torch.nonzero(advantages)[:, 0].tolist())
 
@@ -223,6 +238,9 @@ class RLTrainer:
             seed=step_seed(config.trainer.seed, 0, 2),
             reporter=self.context.reporter,
         )
+        if self.teacher is not None:
+            batches = [(self.pack(part)[0], self.teachers(part)) for part in parts]
+            metrics["val/distillation/kl"] = held_out_kl(self.teacher, self.actor, batches)
         return metrics | {"timing_s/testing": time.perf_counter() - start}, parts
 
     def state_dict(self) -> dict[str, Any]:

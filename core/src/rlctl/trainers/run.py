@@ -32,11 +32,11 @@ from rlctl.rundir import RunDirectory
 from rlctl.runtime.remote import RemoteEngine
 from rlctl.tracking import build_tracker
 from rlctl.tracking.reporter import Reporter
-from rlctl.trainers import setup
+from rlctl.trainers import setup, teachers
 from rlctl.trainers.evaluation import watch_rows
 from rlctl.trainers.rl import RLTrainer
 from rlctl.trainers.sft import SFTTrainer
-from rlctl.trainers.warm_start import warm_start
+from rlctl.trainers.warm_start import trained_model, warm_start
 
 
 @dataclass
@@ -102,8 +102,10 @@ class Runner:
             model = setup.prepare_model(context)
             setup.check_roles(context, model)
             tokenizer = load_tokenizer(model)
+            teacher_models = teachers.find_teachers(context, tokenizer)
             encoder = PromptEncoder(tokenizer, config.data)
             train_rows, val_rows = load_rows(config.data, "train"), load_rows(config.data, "val")
+            teachers.require_teachers([*train_rows, *val_rows], config, list(teacher_models))
         sft = config.trainer.type == "sft"
         with self.reporter.phase("encoding rows", None):
             train_rows = fit_rows(train_rows, encoder, config.data, sft=sft)
@@ -122,13 +124,15 @@ class Runner:
             return SFTTrainer(context, engine, plan, encoder, sampler, train_rows, val_rows, longest, budget)
         scorer = build_reward(config.reward, self.plugins, self.resolved.base_dir)
         self.closing.callback(scorer.close)
+        teacher_models = teachers.train_teacher(
+            context, teacher_models, encoder, scorer, train_rows, val_rows, self.run.path / "teacher"
+        )
         if config.warm_start is not None:
-            exported = self.run.path / "warm_start" / "export"
-            if self.resuming and exported.is_dir():
-                update = {"path": str(exported), "config": None, "init": "pretrained", "tokenizer": str(exported)}
-                model = model.model_copy(update=update)
+            started = self.run.path / "warm_start"
+            if self.resuming and (started / "export").is_dir():
+                model = trained_model(model, started)
             else:
-                model = warm_start(context, model, encoder, scorer, train_rows, val_rows, self.run.path / "warm_start")
+                model = warm_start(context, model, encoder, scorer, train_rows, val_rows, started)
             self.model = model
         mini = config.actor.ppo_mini_batch_size or config.data.train_batch_size
         updates = self.total_steps * config.actor.ppo_epochs * (config.data.train_batch_size // mini)
@@ -150,6 +154,9 @@ class Runner:
             )
             self.engines["ref"] = engine
             reference = ReferenceRole(engine, setup.token_plan(ref, config))
+        teacher = teachers.build_teachers(context, teacher_models, actor)
+        if teacher is not None:
+            self.engines |= {teachers.engine_name(name): engine for name, engine in teacher.engines.items()}
         # Filters change the sampling distribution, so its probabilities are not the trainer's and cannot be compared.
         guards = config.guards
         filtered = filtered_sampling(config.rollout)
@@ -162,6 +169,7 @@ class Runner:
             config.data.max_response_length,
             SkipBudget(guards.nonfinite_step_budget),
             check_rollout=guards.rollout_logprob_check and not filtered,
+            distillation=config.distillation,
         )
         rollout_role = RolloutRole(
             rollout,
@@ -172,7 +180,9 @@ class Runner:
             dtype=setup.copy_dtype(config),
             transfer=setup.transfer(config),
         )
-        return RLTrainer(context, actor_role, rollout_role, reference, encoder, scorer, sampler, train_rows, val_rows)
+        return RLTrainer(
+            context, actor_role, rollout_role, reference, encoder, scorer, sampler, train_rows, val_rows, teacher
+        )
 
     # ---- the run ----------------------------------------------------------------------------------------------
     def execute(self) -> RunResult:

@@ -252,8 +252,9 @@ def start_line(context: Context, actor: RemoteEngine, total_steps: int) -> str:
     on = f"{devices.device_name(context.device)} ({actor.name}{ranks})"
     if config.trainer.type == "sft":
         return f"SFT of {model}, on {on}: {total_steps} steps of {config.data.train_batch_size} rows"
+    what = config.algorithm.name if config.distillation is None else f"distillation ({config.distillation.loss_mode})"
     return (
-        f"{config.algorithm.name} on {model}, on {on}: {total_steps} steps of {config.data.train_batch_size} prompts x "
+        f"{what} on {model}, on {on}: {total_steps} steps of {config.data.train_batch_size} prompts x "
         f"{config.rollout.n} samples; reward: mean over samples, val score: held-out rows"
         + (", greedy" if config.rollout.val_kwargs.temperature == 0 else "")
     )

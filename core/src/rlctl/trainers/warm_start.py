@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlctl.config.schema import ModelConfig
+from rlctl.config.schema import ModelConfig, TrainRole, WarmStartConfig
 from rlctl.data.prompts import PromptEncoder
 from rlctl.data.rewards import RewardScorer
 from rlctl.data.rows import Row
@@ -49,40 +49,69 @@ def warm_start(
         DataError: a row that is too long, or a score to stop at and no rows to score.
         NonFiniteStepsError: too many steps in a row had a gradient that is not finite.
     """
-    config = context.config
-    settings = config.warm_start
+    settings = context.config.warm_start
     assert settings is not None
+    return supervised_start(
+        context, model, encoder, scorer, train_rows, val_rows, dest,
+        settings=settings, role=context.config.actor, name="warm_start", words="warm start",
+    )  # fmt: skip
+
+
+def supervised_start(
+    context: Context,
+    model: ModelConfig,
+    encoder: PromptEncoder,
+    scorer: RewardScorer,
+    train_rows: Sequence[Row],
+    val_rows: Sequence[Row],
+    dest: Path,
+    *,
+    settings: WarmStartConfig,
+    role: TrainRole,
+    name: str,
+    words: str,
+) -> ModelConfig:
+    """:func:`warm_start` for any role that trains.
+
+    Args:
+        settings: how long, and the optimizer; its section is ``warm_start``, or ``teacher.train`` for the teacher.
+        role: where the model is trained; its ``backend`` is filled in.
+        name: name of the engine; that of its rollout engine is ``NAME_rollout``.
+        words: what messages call it.
+    """
+    config = context.config
+    section = "warm_start" if name == "warm_start" else "teacher.train"
     if settings.stop_at_score is not None and not val_rows:
         raise DataError(
-            "warm_start.stop_at_score needs validation rows",
+            f"{section}.stop_at_score needs validation rows",
             found="none",
-            wanted="rows to score after every warm_start.eval_freq steps",
-            next="set data.val_files, or warm_start.stop_at_score=null",
+            wanted=f"rows to score after every {section}.eval_freq steps",
+            next=f"set data.val_files, or {section}.stop_at_score=null",
         )
     batch_size = min(settings.batch_size, len(train_rows))
     if batch_size < settings.batch_size:
         context.reporter.message(
-            f"warm_start.batch_size={settings.batch_size} is more than the data has: {batch_size} rows a step"
+            f"{section}.batch_size={settings.batch_size} is more than the data has: {batch_size} rows a step"
         )
     dest.mkdir(parents=True, exist_ok=True)
     optim = with_schedule(settings.optim, settings.steps)
-    engine = build_train_engine(context, config.actor, model, name="warm_start", optim=optim)
+    engine = build_train_engine(context, role, model, name=name, optim=optim)
     trainer = SFTTrainer(
         context,
         engine,
-        token_plan(config.actor, config),
+        token_plan(role, config),
         encoder,
         BatchSampler(len(train_rows), batch_size, True, config.trainer.seed + _SEED_STREAM),
         train_rows,
         val_rows,
         config.data.max_prompt_length + config.data.max_response_length,
-        SkipBudget(config.guards.nonfinite_step_budget, "warm_start.optim.lr"),
+        SkipBudget(config.guards.nonfinite_step_budget, f"{section}.optim.lr"),
     )
     rollout: RolloutRole | None = None
     if settings.stop_at_score is not None:
         sampling = config.rollout.model_copy(update={"n": 1})
         rollout = RolloutRole(
-            build_rollout_engine(context, model, name="warm_start_rollout"),
+            build_rollout_engine(context, model, name=f"{name}_rollout"),
             sampling,
             config.data.max_response_length,
             encoder.stop_token_ids,
@@ -90,7 +119,7 @@ def warm_start(
             transfer=transfer(config),
         )
     log: list[dict[str, Any]] = []
-    with context.reporter.phase("warm start (SFT)", settings.steps) as bar:
+    with context.reporter.phase(f"{words} (SFT)", settings.steps) as bar:
         for step in range(1, settings.steps + 1):
             metrics: dict[str, Any] = trainer.step(step)
             bar.advance(1)
@@ -105,14 +134,18 @@ def warm_start(
     (dest / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in log))
     last = log[-1]
     score = f", sampled score {last['val/score/mean']:.3f}" if "val/score/mean" in last else ""
-    context.reporter.message(f"warm start: {len(log)} SFT steps, loss {last['train/loss']:.3f}{score}")
+    context.reporter.message(f"{words}: {len(log)} SFT steps, loss {last['train/loss']:.3f}{score}")
     engine.export_directory((dest / "export").absolute(), model)
     if rollout is not None:
         rollout.engine.shutdown()
     engine.shutdown()
-    return model.model_copy(
-        update={"path": str(dest / "export"), "config": None, "init": "pretrained", "tokenizer": str(dest / "export")}
-    )
+    return trained_model(model, dest)
+
+
+def trained_model(model: ModelConfig, dest: Path) -> ModelConfig:
+    """The model section that loads what :func:`supervised_start` has left in ``dest``."""
+    export = str(dest / "export")
+    return model.model_copy(update={"path": export, "config": None, "init": "pretrained", "tokenizer": export})
 
 
 def _sampled_score(rollout: RolloutRole, trainer: SFTTrainer, scorer: RewardScorer, seed: int) -> float:
