@@ -153,6 +153,11 @@ class SyncWorker(Worker):
         return cast(Engine, make(spec.engine, self.boot))
 
     @dispatch(Dispatch.ONE_TO_ALL)
+    def num_links(self) -> int:
+        """Links to other pools that are open here."""
+        return len(self._links._links)
+
+    @dispatch(Dispatch.ONE_TO_ALL)
     def held(self, role: str) -> dict[str, torch.Tensor]:
         """What a rollout engine holds."""
         return cast(Any, self.engines[role]).held

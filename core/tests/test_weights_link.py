@@ -70,6 +70,18 @@ def test_the_controller_brings_the_same(pair: tuple[RemoteEngine, RemoteEngine])
         assert all(same_bits(held[name], tensor) for name, tensor in odd_tensors(7).items())
 
 
+def test_an_engine_takes_its_links_with_it(pair: tuple[RemoteEngine, RemoteEngine]) -> None:
+    groups = pair[0].group, pair[1].group
+    before = [group.call("num_links") for group in groups]
+    for _ in range(2):  # the same roles again
+        source, target = engine(groups[0], "train", role="warm"), engine(groups[1], "rollout", role="warm")
+        assert sync(source, target, 1).how == "gloo"
+        assert [group.call("num_links") for group in groups] == [[n + 1 for n in counts] for counts in before]
+        target.shutdown()
+        source.shutdown()
+        assert [group.call("num_links") for group in groups] == before
+
+
 @pytest.mark.parametrize("wish", ["collective", "controller"])
 @pytest.mark.parametrize(
     ("side", "fault", "says"),

@@ -1,4 +1,4 @@
-"""The links of one rank to ranks of other pools: made at the first sync, kept until the rank ends."""
+"""The links of one rank to ranks of other pools: made at an engine's first sync, kept as long as the engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Links:
     def __init__(self, boot: Boot, plugins: PluginSet) -> None:
         self._boot = boot
         self._plugins = plugins
-        self._links: dict[LinkPlan, WeightLink] = {}
+        self._links: dict[tuple[str, LinkPlan], WeightLink] = {}
         self._holders: dict[str, socket.socket] = {}
 
     def whereabouts(self, device: str) -> Whereabouts:
@@ -48,14 +48,15 @@ class Links:
         self._holders[url] = holder
         return url
 
-    def get(self, plan: LinkPlan, rank: int, device: str) -> WeightLink:
+    def get(self, role: str, plan: LinkPlan, rank: int, device: str) -> WeightLink:
         """This rank's end of a link. Collective the first time.
 
         Args:
+            role: of the engine here.
             rank: in the link.
             device: of the weights here.
         """
-        if plan not in self._links:
+        if (role, plan) not in self._links:
             target = next(spec.target for spec in offered(self._plugins) if spec.name == plan.name)
             end = LinkEnd(
                 plan.url,
@@ -67,10 +68,15 @@ class Links:
                 f"rank {self._boot.rank} of pool {self._boot.pool}",
             )
             with phase("sync"):
-                self._links[plan] = load_object(target)(end)
+                self._links[role, plan] = load_object(target)(end)
             if (holder := self._holders.pop(plan.url, None)) is not None:
                 holder.close()
-        return self._links[plan]
+        return self._links[role, plan]
+
+    def drop(self, role: str) -> None:
+        """Leave those of one engine."""
+        for key in [key for key in self._links if key[0] == role]:
+            self._links.pop(key).close()
 
     def close(self) -> None:
         """Leave all of them."""

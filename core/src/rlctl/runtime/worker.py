@@ -121,6 +121,7 @@ class Worker:
     @dispatch(Dispatch.ONE_TO_ALL)
     def drop(self, role: str) -> None:
         """Shut one engine down."""
+        self._links.drop(role)
         engine = self.engines.pop(role, None)
         if engine is not None:
             engine.shutdown()
@@ -235,13 +236,13 @@ class Worker:
         self, role: str, plan: LinkPlan, number: int, version: int, dtype: str | None, verify: bool
     ) -> Sent:
         """Send the weights of ``role`` over a link: every rank takes part in the export, rank 0 sends."""
-        link = self._links.get(plan, 0, self._device_of(role)) if self.boot.rank == 0 else None
+        link = self._links.get(role, plan, 0, self._device_of(role)) if self.boot.rank == 0 else None
         return send(self.engines[role], link, version=version, number=number, dtype=dtype, verify=verify)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def receive_weights(self, role: str, plan: LinkPlan, number: int, version: int) -> Received:
         """Take the weights of ``role`` from a link."""
-        link = self._links.get(plan, 1 + self.boot.rank, self._device_of(role))
+        link = self._links.get(role, plan, 1 + self.boot.rank, self._device_of(role))
         return receive(self.engines[role], link, version=version, number=number)
 
     def _device_of(self, role: str) -> str:
