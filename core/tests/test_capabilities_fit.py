@@ -47,6 +47,7 @@ def field(name: str, dist: str | None = None) -> BackendSpec:
         ("experts_divisible_by_ep", 2, {"ep": 2}, DENSE, ("ep=1",)),
         ("experts_divisible_by_ep", 6, {"ep": 3}, MOE, ("ep=2",)),
         ("experts_divisible_by_ep", 4, {"ep": 8}, MOE, ("ep=4",)),
+        ("ep_within_a_replica", 4, {"dp_replicate": 2, "ep": 4}, MOE, ("ep=2",)),
         ("etp_needs_experts", 2, {"etp": 2}, DENSE, ("etp=1",)),
         ("ep_equals_tp_times_dp", 8, {"tp": 4, "ep": 4}, MOE, ("ep=1", "ep=8")),
         ("ep_divides_tp", 4, {"tp": 4, "ep": 3}, MOE, ("ep=2", "ep=4")),

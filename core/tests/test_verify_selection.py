@@ -26,6 +26,7 @@ MEGATRON = {
     "ep": "experts_divisible_by_ep",
     "etp": "etp_needs_experts",
 }
+VEOMNI = {**FSDP2, "ep": "experts_divisible_by_ep & ep_within_a_replica"}
 
 
 def backend(axes: dict[str, str | None], *heads: ModelType) -> BackendSpec:
@@ -77,6 +78,15 @@ def test_verify_takes_every_axis_alone_and_every_two_together() -> None:
     assert every(FSDP2, 2) == found[:4]
     # More ranks bring larger sizes, and no products of three axes.
     assert len(every(FSDP2, 8)) == 1 + 3 * 7 + 3
+
+
+def test_verify_spreads_experts_within_a_replica_and_over_shards_and_slices_at_once() -> None:
+    spread = [t for t in every(VEOMNI, 4) if "ep=" in t]
+    assert spread == [
+        *("dp_shard=2,ep=2", "ep=2,usp=2", "dp_shard=3,ep=3", "dp_shard=4,ep=4", "dp_shard=4,ep=2"),
+        *("dp_shard=2,dp_replicate=2,ep=2", "dp_shard=2,ep=2,usp=2", "dp_shard=2,ep=4,usp=2"),
+    ]
+    assert not [t for t in every(VEOMNI, 2) if "ep=4" in t]
 
 
 def test_verify_axes_that_reuse_ranks_come_with_those_that_they_need() -> None:
