@@ -6,7 +6,7 @@ import os
 import shutil
 
 from rlctl.records import CheckResult, CheckStatus
-from rlctl_vllm import plugin, versions
+from rlctl_vllm import environment, plugin, versions
 
 
 def check_distribution() -> CheckResult:
@@ -42,3 +42,10 @@ def check_transports() -> CheckResult:
         there = os.path.exists("/dev/nvidiactl") or shutil.which("nvidia-smi") is not None
         ways.append("nccl between pools" if there else "nccl between pools (no NVIDIA driver is seen here)")
     return CheckResult("vllm-transports", CheckStatus.OK, ", ".join(ways))
+
+
+def check_changes() -> CheckResult:
+    """What is changed of vLLM in a rank's process."""
+    if not versions.installed():
+        return CheckResult("vllm-changes", CheckStatus.SKIP, "vllm is not installed")
+    return CheckResult("vllm-changes", CheckStatus.OK, "; ".join(environment.CHANGES.values()))

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -65,22 +66,50 @@ def make_llm(device: str, **settings: Any) -> LLM:
     set_num_threads = torch.set_num_threads
     try:
         with _silence():
-            return _module("vllm").LLM(**settings)
+            _keep_process_group()
+            llm = _module("vllm").LLM(**settings)
     finally:
         torch.set_num_threads = set_num_threads
+    _alive.append(id(llm))
+    return llm
+
+
+_alive: list[int] = []
+"""Engines of this process. They share vLLM's groups of ranks, so the last one to end destroys those."""
+
+
+def _keep_process_group() -> None:
+    """An engine that ends would destroy torch's process group, which is the rank's: its training engine computes over it, and so
+    does the next vLLM. It destroys its own groups alone from here on. Safe to call again.
+    """
+    _module("vllm.v1.engine.core").cleanup_dist_env_and_memory = _leave_groups
+
+
+def _leave_groups(*_: Any, **__: Any) -> None:
+    if _alive:
+        return
+    state = _module("vllm.distributed.parallel_state")
+    state.destroy_model_parallel()
+    if state._WORLD is not None:
+        state._WORLD.destroy()
+    state._WORLD = state._NODE_COUNT = None
 
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """vLLM logs warnings of every build (no tokenizer to warm up, no compiled graphs); errors stay."""
-    logger = logging.getLogger("vllm")
-    level = logger.level
+    """vLLM warns of every build and reload (no tokenizer to warm up, no compiled graphs), and torch of vLLM's import; errors stay."""
+    loggers = {name: logging.getLogger(name) for name in ("vllm", "torch._library.triton")}
+    levels = {name: logger.level for name, logger in loggers.items()}
     if os.environ.get("VLLM_LOGGING_LEVEL", "ERROR") == "ERROR":
-        logger.setLevel(logging.ERROR)
+        for logger in loggers.values():
+            logger.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
     finally:
-        logger.setLevel(level)
+        for name, logger in loggers.items():
+            logger.setLevel(levels[name])
 
 
 def on_worker(llm: LLM, job: Callable[[Any], T]) -> T:
@@ -98,24 +127,28 @@ def max_model_len(llm: LLM) -> int:
 
 
 def close(llm: LLM) -> None:
-    """End the engine. The process group stays: it is the rank's own."""
-    llm.llm_engine.engine_core.shutdown()
+    """End the engine. The process group stays: it is the rank's own. Collective over tp."""
+    if id(llm) in _alive:
+        _alive.remove(id(llm))
+        llm.llm_engine.engine_core.shutdown()
 
 
 @contextlib.contextmanager
-def adopted_process_group(rank: int, local_rank: int) -> Iterator[None]:
-    """Inside, vLLM's launcher-made executor finds its rank where it looks for it: in the environment."""
-    wanted = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
+def adopted_ranks(rank: int, local_rank: int, run: str) -> Iterator[None]:
+    """Inside, an engine that is built with ``external_launcher`` takes its rank from here, and not from the environment.
+
+    Args:
+        run: the same word on the ranks of one engine, and no other's on this host: vLLM's CPU ranks meet in a piece of shared
+            memory named after it, and without one two engines of a host would meet in the same.
+    """
+    executor = _module("vllm.v1.executor.uniproc_executor").ExecutorWithExternalLauncher
+    own = executor.__dict__["_distributed_args"]
+    # The process group is there already, so the address is never connected to: it only gives its last part as a name.
+    executor._distributed_args = lambda self: (f"file:///{run}", rank, local_rank)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        executor._distributed_args = own
 
 
 # ---- requests ---------------------------------------------------------------------------------------------------------------

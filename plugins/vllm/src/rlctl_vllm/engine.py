@@ -7,6 +7,7 @@ their schedulers.
 from __future__ import annotations
 
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -137,8 +138,9 @@ class VLLMRollout:
         if self.topology.dcp > 1:
             settings["decode_context_parallel_size"] = self.topology.dcp
         local_rank = self.device.index or 0
+        compat.require_proved()
         try:
-            with compat.adopted_process_group(mesh.rank, local_rank):
+            with compat.adopted_ranks(mesh.rank, local_rank, _word_for_all()):
                 return compat.make_llm(self.device.type, **settings)
         except RlctlError:
             raise
@@ -285,6 +287,13 @@ class VLLMRollout:
                 wanted="a whole checkpoint",
                 next="check model.path",
             )
+
+
+def _word_for_all() -> str:
+    """A word of this engine's own, the same on all ranks. Collective."""
+    words = [f"rlctl-{uuid.uuid4().hex[:12]}"]
+    dist.broadcast_object_list(words, src=0)
+    return words[0]
 
 
 def _first_lines(error: Exception, most: int = 3) -> str:

@@ -17,11 +17,18 @@ QUIET = {
 }
 
 
+CHANGES = {
+    "process group": "an engine that ends leaves torch's process group to the rank",
+    "set_num_threads": "torch.set_num_threads stays torch's own on a CPU",
+}
+"""What is changed of vLLM, or kept from being changed by it: name -> words. See :mod:`rlctl_vllm.compat`."""
+
+
 def prepare(device: str) -> None:
     """Set them. Safe to call again; without effect on what vLLM has read already."""
     os.environ.update(IN_PROCESS)
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     if device.partition(":")[0] == "cpu":
-        # The cache's size is given in bytes; without this vLLM would also reserve a share of the host's memory for it.
+        # Ranks of a pool share the host's cores, and a training engine may share the process: neither is tied to some cores.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

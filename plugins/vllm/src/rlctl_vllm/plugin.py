@@ -96,8 +96,12 @@ def rlctl_backends() -> list[BackendSpec]:
 
 @hookimpl
 def rlctl_checks() -> list[Check]:
-    """Which distribution of vLLM is here, for which device, and how weights can reach it."""
-    return [Check("vllm", _check_distribution), Check("vllm-transports", _check_transports)]
+    """Which distribution of vLLM is here, for which device, how weights can reach it, and what is changed of it."""
+    return [
+        Check("vllm", _check_distribution),
+        Check("vllm-transports", _check_transports),
+        Check("vllm-changes", _check_changes),
+    ]
 
 
 def _check_distribution() -> CheckResult:
@@ -110,6 +114,12 @@ def _check_transports() -> CheckResult:
     from rlctl_vllm.checks import check_transports
 
     return check_transports()
+
+
+def _check_changes() -> CheckResult:
+    from rlctl_vllm.checks import check_changes
+
+    return check_changes()
 
 
 @hookimpl
