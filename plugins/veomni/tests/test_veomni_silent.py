@@ -134,4 +134,5 @@ def test_written_as_they_are_the_experts_of_one_rank_would_be_those_of_all(seen,
 def test_a_checkpoint_that_does_not_fit_is_refused_in_words(seen, name, words) -> None:
     said = [rank["refused checkpoints"][name] for rank in seen[2]]
     assert any(words in text for text in said), said
+    assert [rank["refused checkpoints"]["what changed"] for rank in seen[2]] == ["nothing"] * 2
     assert all(words in text or "another rank" in text for text in said), said

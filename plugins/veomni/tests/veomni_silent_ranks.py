@@ -328,6 +328,7 @@ def refused_checkpoints(scratch: Path) -> dict[str, str]:
     said: dict[str, str] = {}
     adamw = {"name": "adamw", "lr": 0.05}
     with engine_on(scratch / "moe", {"ep": 2}, world=world, optim=adamw) as engine:
+        before = exported(engine)
         for name, change in {
             "another world": numbers(world_size=7),
             "another optimizer": numbers(optimizer="sgd"),
@@ -344,6 +345,8 @@ def refused_checkpoints(scratch: Path) -> dict[str, str]:
             except RlctlError as error:
                 said[name] = str(error)
             dist.barrier()
+        after = exported(engine)
+        said["what changed"] = ", ".join(n for n, t in before.items() if not torch.equal(after[n], t)) or "nothing"
     with engine_on(scratch / "qwen2", {}, world=world, optim=adamw) as engine:
         try:
             engine.load_state(good)

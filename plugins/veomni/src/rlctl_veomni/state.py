@@ -58,7 +58,9 @@ def save_state(path: Path, model: nn.Module, stepper: Stepper, place: Place) -> 
 
 
 def load_state(path: Path, model: nn.Module, stepper: Stepper, place: Place) -> None:
-    """Read what :func:`save_state` wrote, in place. Weights may have been spread along other axes by as many ranks.
+    """Read what :func:`save_state` wrote. Weights may have been spread along other axes by as many ranks.
+
+    Everything is read beside what is there, which takes room for the weights once more, so that a refusal changes nothing.
 
     Raises:
         CheckpointError: files, weights, moments or step counts are missing or damaged, or another optimizer or another number
@@ -68,7 +70,8 @@ def load_state(path: Path, model: nn.Module, stepper: Stepper, place: Place) -> 
         numbers = _numbers(path)
         _check_fit(numbers, stepper, place)
         random_state = _read_random_state(path)
-        targets = _weights(model, place)
+        read = {n: torch.empty_like(p).detach() for n, p in model.named_parameters()}
+        targets = {f"model.{n}": _described(n, t, place) for n, t in read.items()}
         moments = _empty_moments(stepper) if numbers["has_moments"] else {}
         for name, state in moments.items():
             targets |= {f"optim.{name}.{moment}": _described(name, value, place) for moment, value in state.items()}
@@ -83,13 +86,16 @@ def load_state(path: Path, model: nn.Module, stepper: Stepper, place: Place) -> 
             wanted="weights and moments as this model has them",
             next="resume with the model and backend that wrote it, or from an earlier checkpoint",
         ) from error
+    _check_counts(moments, int(numbers["num_steps"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(read.pop(name))
     for optimizer in stepper.optimizers:
         optimizer.state.clear()
     for name, state in moments.items():
         parameter = stepper.parameters[name]
         stepper.owner_of(parameter).state[parameter] = state
     stepper.num_steps = int(numbers["num_steps"])
-    _check_counts(stepper, bool(numbers["has_moments"]))
     stepper.drop_gradients()
     _restore_random_state(random_state, place.device)
 
@@ -128,17 +134,15 @@ def _empty_moments(stepper: Stepper) -> dict[str, dict[str, torch.Tensor]]:
     return found
 
 
-def _check_counts(stepper: Stepper, has_moments: bool) -> None:
+def _check_counts(moments: Mapping[str, Mapping[str, torch.Tensor]], num_steps: int) -> None:
     """Every trained weight is stepped in every step, so one number says how often for all."""
-    if not has_moments:
-        return
-    for name, parameter in stepper.parameters.items():
-        found = float(stepper.state_of(parameter)["step"])
-        if found != stepper.num_steps:
+    for name, state in moments.items():
+        found = float(state["step"])
+        if found != num_steps:
             raise CheckpointError(
                 "the checkpoint's optimizer state is that of another step",
                 found=f"{name} was stepped {found:g} times",
-                wanted=f"{stepper.num_steps} times, as {_NUMBERS} says",
+                wanted=f"{num_steps} times, as {_NUMBERS} says",
                 next="resume from an earlier checkpoint",
             )
 
