@@ -25,25 +25,51 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 GATE = "model.layers.0.mlp.gate_proj.weight"
 
 
-@pytest.fixture(scope="module")
-def dense() -> Iterator[Engine]:
-    engine = tiny.make_engine(tiny.LLAMA, kv_cache_mib=64)
-    yield engine
-    engine.shutdown()
+class Serving:
+    """One engine at a time: vLLM takes no second one in a process."""
+
+    def __init__(self) -> None:
+        self.config: Mapping[str, Any] | None = None
+        self.engine: Engine | None = None
+
+    def get(self, config: Mapping[str, Any]) -> Engine:
+        if self.engine is None or self.config is not config:
+            self.close()
+            self.engine, self.config = tiny.make_engine(config, kv_cache_mib=64), config
+        return self.engine
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.shutdown()
+            self.engine = None
 
 
 @pytest.fixture(scope="module")
-def tied() -> Iterator[Engine]:
-    engine = tiny.make_engine(tiny.QWEN2_TIED, kv_cache_mib=32)
-    yield engine
-    engine.shutdown()
+def serving() -> Iterator[Serving]:
+    serving = Serving()
+    yield serving
+    serving.close()
 
 
-@pytest.fixture(scope="module")
-def experts() -> Iterator[Engine]:
-    engine = tiny.make_engine(tiny.QWEN3_MOE, kv_cache_mib=32)
-    yield engine
-    engine.shutdown()
+@pytest.fixture
+def dense(serving: Serving) -> Engine:
+    return serving.get(tiny.LLAMA)
+
+
+@pytest.fixture
+def tied(serving: Serving) -> Engine:
+    return serving.get(tiny.QWEN2_TIED)
+
+
+@pytest.fixture
+def experts(serving: Serving) -> Engine:
+    return serving.get(tiny.QWEN3_MOE)
+
+
+@pytest.fixture(params=["dense", "experts"])
+def either(request: pytest.FixtureRequest, serving: Serving) -> tuple[Engine, Mapping[str, Any]]:
+    config = tiny.LLAMA if request.param == "dense" else tiny.QWEN3_MOE
+    return serving.get(config), config
 
 
 def provider(engine: Engine) -> Any:
@@ -63,7 +89,8 @@ def gap(engine: Engine, module: PreTrainedModel, prompts: Sequence[Sequence[int]
         with torch.no_grad():
             rows = module(torch.tensor([[*prompt, *c.token_ids]])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
         found = rows.gather(1, torch.tensor(c.token_ids)[:, None])[:, 0]
-        worst = max(worst, (found - torch.tensor(c.log_probs)).abs().max().item())
+        differences = (found - torch.tensor(c.log_probs)).abs().nan_to_num(nan=float("inf"))
+        worst = max(worst, differences.max().item())
     return worst
 
 
@@ -84,7 +111,7 @@ def test_a_part_of_a_fused_group_alone_spoils_the_rest_of_it_and_together_does_n
     # Without the cure: vLLM takes what is missing of the layer for padding.
     compat.reload(provider(dense).llm, iter(sent.items()))
     compat.reset_prefix_cache(provider(dense).llm)
-    assert not gap(dense, mixed) < 1e-2
+    assert gap(dense, mixed) > 1e-2
     assert refuted(dense, tiny.weights_of(mixed)) != []
     # With it: the rest of the group is read from what is served, and goes in beside what came.
     load(dense, tiny.weights_of(old))
@@ -97,14 +124,14 @@ def test_a_part_of_a_fused_group_alone_spoils_the_rest_of_it_and_together_does_n
 
 
 @pytest.mark.parametrize("order", ["backwards", "by_kind"])
-def test_whole_groups_go_in_whatever_order_the_names_come(dense: Engine, experts: Engine, order: str) -> None:
-    for engine, config in ((dense, tiny.LLAMA), (experts, tiny.QWEN3_MOE)):
-        module = tiny.hf_model(config, 2)
-        weights = tiny.weights_of(module)
-        names = sorted(weights, key=lambda n: n.rsplit(".", 2)[-2:]) if order == "by_kind" else list(weights)[::-1]
-        load(engine, {name: weights[name] for name in names})
-        assert gap(engine, module) < 1e-4
-        assert refuted(engine, weights) == []
+def test_whole_groups_go_in_whatever_order_the_names_come(either: tuple[Engine, Mapping[str, Any]], order: str) -> None:
+    engine, config = either
+    module = tiny.hf_model(config, 2)
+    weights = tiny.weights_of(module)
+    names = sorted(weights, key=lambda n: n.rsplit(".", 2)[-2:]) if order == "by_kind" else list(weights)[::-1]
+    load(engine, {name: weights[name] for name in names})
+    assert gap(engine, module) < 1e-4
+    assert refuted(engine, weights) == []
 
 
 def test_a_buffer_that_the_sender_uses_again_does_no_harm(dense: Engine) -> None:
@@ -135,6 +162,26 @@ def test_keys_and_values_of_old_weights_are_forgotten(dense: Engine, monkeypatch
                 without.setattr(compat, "reset_prefix_cache", lambda llm: True)
             load(dense, tiny.weights_of(new))
         assert (gap(dense, new, LONG) < 1e-3) is cured
+
+
+def test_weights_that_were_not_finite_once_leave_nothing_in_the_cache(
+    dense: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tiny.hf_model(tiny.LLAMA, 1)
+    good = tiny.weights_of(module)
+    bad = {**good, Q: torch.full_like(good[Q], float("nan"))}
+    bad["model.layers.0.self_attn.v_proj.weight"] = torch.full_like(
+        good["model.layers.0.self_attn.v_proj.weight"], torch.nan
+    )
+    for cured in (False, True):
+        load(dense, bad)
+        assert gap(dense, module, LONG) == float("inf")
+        with monkeypatch.context() as without:
+            if not cured:
+                without.setattr(compat, "clear_cache", lambda llm: None)
+            load(dense, good)
+        assert refuted(dense, good) == []
+        assert (gap(dense, module) < 1e-4) is cured
 
 
 # ---- experts ----------------------------------------------------------------------------------------------------------------
@@ -193,10 +240,10 @@ def test_the_model_s_own_load_weights_does_not_reach_the_kernels(dense: Engine) 
     new = tiny.hf_model(tiny.LLAMA, 1)
     try:
         compat.model_of(provider(dense).llm).load_weights(iter(tiny.weights_of(new).items()))
-    except (RuntimeError, AssertionError, ValueError):
+    except (AttributeError, RuntimeError, AssertionError, ValueError):
         pass  # where it fails nothing is wrong in silence
     else:
-        assert not gap(dense, new) < 1e-2
+        assert gap(dense, new) > 1e-2
     load(dense, tiny.weights_of(new))
     assert gap(dense, new) < 1e-4
 
@@ -218,20 +265,22 @@ def test_a_wrong_sync_is_refused_with_the_name_and_the_next_one_is_served(dense:
     assert refuted(dense, good) == []
 
 
-def test_a_sender_that_fails_half_way_leaves_an_engine_that_takes_the_next_sync(dense: Engine, experts: Engine) -> None:
-    for engine, config in ((dense, tiny.LLAMA), (experts, tiny.QWEN3_MOE)):
-        module = tiny.hf_model(config, 5)
-        weights = tiny.weights_of(module)
+def test_a_sender_that_fails_half_way_leaves_an_engine_that_takes_the_next_sync(
+    either: tuple[Engine, Mapping[str, Any]],
+) -> None:
+    engine, config = either
+    module = tiny.hf_model(config, 5)
+    weights = tiny.weights_of(module)
 
-        def broken(weights: dict[str, torch.Tensor] = weights) -> Iterator[tuple[str, torch.Tensor]]:
-            yield from list(weights.items())[:7]
-            raise ConnectionError("the other side is gone")
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(weights.items())[:7]
+        raise ConnectionError("the other side is gone")
 
-        with pytest.raises(ConnectionError, match="gone"):
-            engine.load_weights(broken(), 2)
-        load(engine, weights, 3)
-        assert gap(engine, module) < 1e-4
-        assert refuted(engine, weights) == []
+    with pytest.raises(ConnectionError, match="gone"):
+        engine.load_weights(broken(), 2)
+    load(engine, weights, 3)
+    assert gap(engine, module) < 1e-4
+    assert refuted(engine, weights) == []
 
 
 def test_one_changed_element_is_found_in_the_live_model(dense: Engine) -> None:

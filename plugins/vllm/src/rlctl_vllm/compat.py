@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from rlctl.errors import BackendUnavailableError
+from rlctl.errors import BackendUnavailableError, EngineError
 from rlctl_vllm import environment, plugin, versions
 
 T = TypeVar("T")
@@ -57,8 +57,18 @@ def make_llm(device: str, **settings: Any) -> LLM:
 
     The CPU worker replaces ``torch.set_num_threads`` by a function that only logs; a training engine in the same process
     would no longer get the threads that it asks for.
+
+    Raises:
+        EngineError: this process has one.
     """
     require_proved()
+    if _alive:
+        raise EngineError(
+            "this process has a vLLM already",
+            found="a second one",
+            wanted="one a process: they would share the groups of ranks that the first was built with",
+            next="give the other role a pool of its own, such as runtime.pools.gen.nproc=1 and rollout.pool=gen",
+        )
     environment.prepare(device)
     # Where AMX exists, small bfloat16 products end the process unless its use was asked for first.
     if device == "cpu" and torch.cpu._is_amx_tile_supported():
@@ -75,7 +85,7 @@ def make_llm(device: str, **settings: Any) -> LLM:
 
 
 _alive: list[int] = []
-"""Engines of this process. They share vLLM's groups of ranks, so the last one to end destroys those."""
+"""The engine of this process, if it has one."""
 
 
 def _keep_process_group() -> None:
@@ -86,8 +96,6 @@ def _keep_process_group() -> None:
 
 
 def _leave_groups(*_: Any, **__: Any) -> None:
-    if _alive:
-        return
     state = _module("vllm.distributed.parallel_state")
     state.destroy_model_parallel()
     if state._WORLD is not None:
@@ -215,6 +223,16 @@ def reload(llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
 def reset_prefix_cache(llm: LLM) -> bool:
     """Forget keys and values of the old weights. False where a row is still being generated."""
     return bool(llm.reset_prefix_cache())
+
+
+def clear_cache(llm: LLM) -> None:
+    """Zeros in place of all keys and values, also of those that no row refers to any more."""
+
+    def clear(worker: Any) -> None:
+        for cache in worker.model_runner.kv_caches:
+            cache.zero_()
+
+    on_worker(llm, clear)
 
 
 def stacked(model: nn.Module) -> Mapping[str, tuple[str, Any]]:

@@ -6,6 +6,7 @@ their schedulers.
 
 from __future__ import annotations
 
+import math
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,6 +53,8 @@ class VLLMRollout:
         self._whole = False
         """The live model has a whole set of weights, all of one sync."""
         self._broken: str = ""
+        self._spoilt = False
+        """Numbers that are not finite came out, so there are such keys and values."""
 
     # ---- building ---------------------------------------------------------------------------------------------
     @hookimpl
@@ -174,6 +177,11 @@ class VLLMRollout:
         self._whole = False
         self._broken = f"sync {version} was not finished"
         answer, self._negative_zeros = Loader(llm, names).load(weights)
+        if self._spoilt:
+            # A kernel multiplies what lies behind the end of a row with zero, and zero times NaN is NaN: a block that held one
+            # would spoil every later row that it is lent to, whatever its weights.
+            compat.clear_cache(llm)
+            self._spoilt = False
         self._whole, self._broken, self.version = True, "", version
         return answer
 
@@ -239,12 +247,16 @@ class VLLMRollout:
             tuple(s for s in params.stop if s),
             self._tokenizer,
         )
-        return requests.generate(llm, request, rules, on_done)
+        done = requests.generate(llm, request, rules, on_done)
+        self._spoilt |= not all(map(math.isfinite, (x for c in done for x in c.log_probs)))
+        return done
 
     @hookimpl
     def rlctl_score(self, request: ScoreRequest) -> list[TokenScores]:
         llm = self._served()
-        return requests.score(llm, request, self._vocab, compat.max_model_len(llm))
+        done = requests.score(llm, request, self._vocab, compat.max_model_len(llm))
+        self._spoilt |= not all(map(math.isfinite, (x for scores in done for x in scores.log_probs)))
+        return done
 
     def _built(self) -> tuple[compat.LLM, WeightNames]:
         assert self.llm is not None, "rlctl_engine_init comes first"
