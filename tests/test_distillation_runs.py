@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,15 @@ def test_a_student_that_is_its_teacher_learns_nothing(tmp_path: Path, mode: str)
     if mode in ("forward_kl_topk", "jsd_topk"):
         assert last["distillation/overlap_ratio"] == pytest.approx(1.0)
         assert last["distillation/teacher_mass"] == pytest.approx(last["distillation/student_mass"])
+
+
+def test_every_metric_of_a_run_with_a_teacher_is_documented(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+    known = set(re.findall(r"`([a-z_]+/[\w/<>]+)`", page))
+    run = train(tmp_path / "run", *SAME, *ONE_STEP).path
+    written = {key for line in (run / "metrics.jsonl").read_text().splitlines() for key in json.loads(line)}
+    assert {"distillation/loss", "val/distillation/kl", "timing_s/teacher"} <= written
+    assert not written - known
 
 
 def test_a_teacher_at_another_temperature_would_show(tmp_path: Path) -> None:

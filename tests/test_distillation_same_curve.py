@@ -47,7 +47,9 @@ SETTINGS = [
     "data.task.args.length=3",
     "data.train_batch_size=8",
     "rollout.n=2",
-    "distillation.topk=8",
+    # Hot enough that both halves of the vocabulary, which tp=2 splits, have tokens that count.
+    "rollout.temperature=3.0",
+    "distillation.topk=20",
     "actor.ppo_mini_batch_size=4",
     # Several micro-batches a step, of unequal lengths.
     "actor.max_tokens_per_device=48",
