@@ -293,6 +293,7 @@ class VLLMRollout:
         stored = ((n, t) for n, t in model_files.stored_weights(self.model) if n in known)
         answer = self.rlctl_load_weights(stored, 0)
         if answer["missing"]:
+            self._whole = False
             raise EngineError(
                 f"the files of {self.model['path']} do not have every weight of the model",
                 found=f"no {answer['missing'][0]}",

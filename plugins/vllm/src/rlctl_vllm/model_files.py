@@ -48,11 +48,14 @@ def stored_weights(model: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor
 
 
 def model_tokenizer(model: Mapping[str, Any]) -> Any:
-    """The tokenizer of the ``model`` section, or None where it names none."""
-    if not (model.get("tokenizer") or model.get("path")):
-        return None
+    """The tokenizer of the ``model`` section, or None where it names none and there is none beside the weights."""
     from rlctl.config.schema import ModelConfig
-    from rlctl.data.tokenizer import load_tokenizer
+    from rlctl.data.tokenizer import FILES, load_tokenizer
+
+    if not model.get("tokenizer"):
+        path = model.get("path")
+        if path is None or (Path(path).is_dir() and not any(Path(path, name).exists() for name in FILES)):
+            return None
 
     return load_tokenizer(ModelConfig(**{k: v for k, v in model.items() if k in ModelConfig.model_fields}))
 
