@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 SHOWN = (
     ("critic/score/mean", "mean reward"),
     ("train/loss", "training loss"),
+    ("distillation/loss", "distillation loss"),
     ("response_length/mean", "response length"),
     ("actor/entropy", "entropy"),
     ("timing_s/step", "seconds a step"),

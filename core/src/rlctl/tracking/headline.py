@@ -28,8 +28,9 @@ class Headline:
 HEADLINES: tuple[Headline, ...] = (
     Headline("reward", "reward", ("critic/score/mean", "critic/rewards/mean"), "score", "up"),
     Headline("val_score", "val score", ("val/score/mean",), "score", "up"),
-    Headline("loss", "loss", ("train/loss",), "small", "down"),
+    Headline("loss", "loss", ("train/loss", "distillation/loss"), "small", "down"),
     Headline("val_loss", "val loss", ("val/loss",), "small", "down"),
+    Headline("val_kl", "val KL", ("val/distillation/kl",), "small", "down"),
     Headline("kl", "KL", ("actor/kl_loss", "actor/ppo_kl"), "small"),
     Headline("entropy", "entropy", ("actor/entropy",), "small"),
     Headline("grad_norm", "grad norm", ("actor/grad_norm", "train/grad_norm"), "small"),
