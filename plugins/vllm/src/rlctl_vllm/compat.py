@@ -260,6 +260,13 @@ def split_of(module: nn.Module) -> str:
     return next((kind for kind, cls in kinds.items() if isinstance(module, cls)), "")
 
 
+def matrix_size(module: Any) -> tuple[int, int] | None:
+    """``(out, in)`` of a linear layer over all tp ranks; None for another module."""
+    if isinstance(module, _module("vllm.model_executor.layers.linear").LinearBase):
+        return int(module.output_size), int(module.input_size)
+    return None
+
+
 def gather(shard: torch.Tensor) -> list[torch.Tensor]:
     """The shards of all tp ranks, in their order. Collective over tp."""
     group = _module("vllm.distributed").get_tp_group()

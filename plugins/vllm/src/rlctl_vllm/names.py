@@ -137,6 +137,11 @@ def _place(
         own.get_parameter(parameter)
     except AttributeError as error:
         raise _unknown(family, f"no place for {name}: {error}") from error
+    if parameter == "weight" and (size := compat.matrix_size(own)) is not None:
+        # A family that keeps its matrices the other way round has the same names.
+        rows = shape[0] if shard is not None else size[0]
+        if shape != (rows, size[1]):
+            raise _unknown(family, f"{name} is {list(shape)}, and in vLLM {list(size)}")
     is_embedding = compat.split_of(own) == "vocab" and not module.endswith("lm_head")
     return Part(name, shape, module, parameter, shard, is_embedding=is_embedding)
 
