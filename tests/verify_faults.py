@@ -21,7 +21,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 import rlctl_fsdp.engine
 from rlctl.errors import ConfigError
 from rlctl.hookspecs import hookimpl
-from rlctl.parts import layout
+from rlctl.parts import fsdp, layout
 from rlctl.parts.job import ScoreJob
 from rlctl_fsdp import optim, place, shard, state
 
@@ -36,7 +36,7 @@ def wrong_normaliser(patch: Patch) -> None:
 
     def wrong(root: Any, *args: Any) -> None:
         sound(root, *args)
-        for module in shard.fsdp_modules(root):
+        for module in fsdp.fsdp_modules(root):
             module.set_gradient_divide_factor(float(dist.get_world_size()))
 
     patch.setattr(shard, "shard", wrong)

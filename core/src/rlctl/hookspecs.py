@@ -140,7 +140,7 @@ class EngineSpecs:
         :class:`rlctl.logits.LogitsReader`, or of a value model a :class:`rlctl.logits.ValueReader`. The loss is
         already a globally weighted sum; the engine only makes its gradient reduction a *sum* over data parallel ranks.
         Zero-weight micro-batches (``micro_batch.is_padding``) take part in every collective. Several calls may precede
-        one optimizer step.
+        one optimizer step. A call that raises drops what was gathered: nothing of it is in a later step.
         """
 
     @hookspec(firstresult=True)

@@ -71,12 +71,19 @@ class Toy:
         outputs = []
         with torch.set_grad_enabled(not forward_only):
             for batch in micro_batches:
-                out = loss_fn(self.reader(self.logits(batch), batch), batch)
+                try:
+                    out = loss_fn(self.reader(self.logits(batch), batch), batch)
+                except BaseException:
+                    self.forget()
+                    raise
                 if not forward_only:
                     self.backward(out.loss, micro_batches)
                 sums, maxes = ({k: float(v) for k, v in d.items()} for d in (out.sums, out.maxes))
                 outputs.append(MicroOutput(out.loss.item(), sums, maxes, out.items))
         return outputs
+
+    def forget(self) -> None:
+        self.model.zero_grad()
 
     def clip(self) -> float:
         parameters = list(self.model.parameters())
@@ -235,6 +242,13 @@ class KeepsGradients(Toy):
             return Toy.rlctl_optimizer_step(self)
         finally:
             self.optimizer.zero_grad = zero_grad
+
+
+class KeepsAFailedCall(Toy):
+    """Adds what a failed call has left to the next call's gradients."""
+
+    def forget(self) -> None:
+        pass
 
 
 class BackwardInForwardOnly(Toy):

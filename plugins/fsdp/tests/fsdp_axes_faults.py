@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,9 @@ from fsdp_helpers import batch_of, build_engine, model_section, nll, rows
 from rlctl.engine import Engine
 from rlctl.errors import RlctlError
 from rlctl.microbatch import MicroBatchPlan
-from rlctl.parts import layout, ulysses
+from rlctl.parts import fsdp, layout, ulysses
 from rlctl.topology import Topology
-from rlctl_fsdp import inspection, shard
+from rlctl_fsdp import inspection
 
 Fault = Callable[[pytest.MonkeyPatch, Engine], None]
 
@@ -87,7 +88,7 @@ def _border_tokens_lost(patch: pytest.MonkeyPatch, _engine: Engine) -> None:
 def _mean_over_ranks(_patch: pytest.MonkeyPatch, engine: Engine) -> None:
     """A mean, as FSDP computes it without :func:`rlctl_fsdp.shard.shard`'s setters."""
     assert engine.mesh is not None
-    for module in shard.fsdp_modules(engine._pm.get_plugin("provider")._root):
+    for module in fsdp.fsdp_modules(engine._pm.get_plugin("provider")._root):
         module.set_gradient_divide_factor(float(engine.mesh.world_size))
 
 
@@ -182,7 +183,7 @@ def with_faults(device: str) -> dict[str, dict[str, Any]]:
                 broken = differences(bench.run(case), wanted)
                 starts = not said(lambda c=case: Bench(c, device))
             found[name] = {"sound": sound, "broken": broken, "starts": starts}
-            for module in shard.fsdp_modules(bench.engine._pm.get_plugin("provider")._root):
+            for module in fsdp.fsdp_modules(bench.engine._pm.get_plugin("provider")._root):
                 module.set_gradient_divide_factor(1.0)
     return found
 
@@ -250,6 +251,48 @@ def scores_without_an_optimizer(device: str) -> dict[str, float]:
     return {
         "scores": max(float((a - s).abs().max()) for a, s in pairs),
         "eval_loss": abs(alone[2] - split[2]),
+    }
+
+
+class _FailsHereError(Exception):
+    pass
+
+
+def after_a_failed_call(device: str) -> dict[str, float]:
+    """A call whose loss raises in its last micro-batch, whose predecessors' gradients no collective has reduced yet; then a step.
+
+    Differences from an engine that has not failed, and, as a control, from one that kept what FSDP had gathered.
+    """
+    model = {"config": dict(FAMILIES["llama-tied"]), "tokenizer": "unused", "dtype": "float32"}
+    batch = batch_of(rows((9, 4, 13, 7, 2, 8)))
+    plan = MicroBatchPlan(max_rows=3)
+
+    def fails(reader: Any, micro_batch: Any) -> Any:
+        raise _FailsHereError
+
+    def grad_norm(fault: bool, keep: bool = False) -> float:
+        engine = build_engine(
+            model, topology=Topology(world_size=4, dp_shard=2, usp=2), device=device, param_dtype="float32"
+        )
+        assert engine.mesh is not None
+        part = batch.select(list(range(engine.mesh.dp_rank, batch.num_rows, engine.mesh.dp_size)))
+        if fault:
+            losses = iter((nll, nll, fails))
+            sound = fsdp.drop_unreduced
+            if keep:
+                fsdp.drop_unreduced = lambda root: None
+            try:
+                with contextlib.suppress(_FailsHereError):
+                    engine.train_batch(part, lambda r, b: next(losses)(r, b), MicroBatchPlan(max_rows=1))
+                    raise AssertionError("the loss raises")
+            finally:
+                fsdp.drop_unreduced = sound
+        return engine.train_batch(part, nll, plan).step.grad_norm
+
+    wanted = grad_norm(fault=False)
+    return {
+        "cured": abs(grad_norm(fault=True) - wanted) / wanted,
+        "kept": abs(grad_norm(fault=True, keep=True) - wanted) / wanted,
     }
 
 

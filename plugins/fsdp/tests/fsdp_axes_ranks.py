@@ -16,7 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from fsdp_axes_faults import checkpoint_on_another_mesh, refusals, scores_without_an_optimizer, with_faults
+from fsdp_axes_faults import (
+    after_a_failed_call,
+    checkpoint_on_another_mesh,
+    refusals,
+    scores_without_an_optimizer,
+    with_faults,
+)
 from fsdp_axes_models import CURVED_HEAD, register
 from fsdp_cases import PER_ENGINE, Bench, draw
 from fsdp_two_ranks import run_case
@@ -115,6 +121,7 @@ def rank_main(rank: int, world: int, scratch: Path, device: str) -> None:
         results["refusals"] = refusals(rank, device)
         results["checkpoint"] = checkpoint_on_another_mesh(device, scratch / "checkpoint")
         results["scorer"] = scores_without_an_optimizer(device)
+        results["failed"] = after_a_failed_call(device)
         lap("refusals")
     dist.barrier()
     dist.destroy_process_group()

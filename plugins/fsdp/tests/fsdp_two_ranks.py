@@ -18,9 +18,10 @@ from rlctl.engine import Engine
 from rlctl.errors import RlctlError
 from rlctl.microbatch import MicroBatchPlan
 from rlctl.normalizer import item_weights
+from rlctl.parts import fsdp
 from rlctl.parts.outputs import ALIGNMENT
 from rlctl.topology import Topology
-from rlctl_fsdp import build, shard
+from rlctl_fsdp import build
 
 LENGTHS = (9, 4, 13, 9, 2, 7)
 SPLITS: dict[str, tuple[list[int], list[int]]] = {
@@ -143,7 +144,7 @@ def run_case(
 def _without_cures(world: int, device: str) -> dict[str, float]:
     """The uneven case with FSDP's own gradient mean, as it is without :func:`rlctl_fsdp.shard.shard`'s setters."""
     engine = build_engine(model_section("llama"), None, world, device=device, param_dtype="float32")
-    for module in shard.fsdp_modules(engine._pm.get_plugin("provider")._root):
+    for module in fsdp.fsdp_modules(engine._pm.get_plugin("provider")._root):
         module.set_force_sum_reduction_for_comms(False)
         module.set_gradient_divide_factor(float(world))
     batch = batch_of(rows(LENGTHS)).select(SPLITS["uneven"][dist.get_rank()])

@@ -224,6 +224,15 @@ def test_axes_of_an_engine_that_only_scores(group) -> None:
         assert max(rank["scorer"].values()) <= (TOLERANCE if device == "cpu" else 1e-4), rank["scorer"]
 
 
+def test_a_failed_call_adds_nothing_to_the_next_one(group) -> None:
+    _, world, results = group
+    if world != 4:
+        pytest.skip("sharded over four ranks")
+    for rank in results:
+        assert rank["failed"]["cured"] <= 1e-5, rank["failed"]
+        assert rank["failed"]["kept"] > 0.01, "what was left shows, so the cure is one"
+
+
 def test_axes_of_a_checkpoint_may_change(group) -> None:
     device, world, results = group
     if world != 4:

@@ -32,6 +32,7 @@ from veomni_tiny import (
 
 from rlctl.engine import Engine
 from rlctl.errors import RlctlError
+from rlctl.parts import fsdp
 from rlctl_veomni import attention, build, kernels, state, weights
 from rlctl_veomni.families import is_fused
 
@@ -89,7 +90,7 @@ def mean_of_gradients(engine: Engine) -> None:
 
 def forced_sum(engine: Engine) -> None:
     """Experts of one rank a shard are summed by force, as those of more must be on gloo."""
-    for module in build.fsdp_modules(provider(engine)._built.model):
+    for module in fsdp.fsdp_modules(provider(engine)._built.model):
         if build._holds_experts(module):
             module.set_force_sum_reduction_for_comms(True)
 

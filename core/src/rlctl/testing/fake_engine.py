@@ -142,10 +142,15 @@ class FakeTrain:
             self._same_rows(batch, i)
             # Sharded weights would be gathered here: every rank takes part, for padding too.
             self._fabric.gather(self._peers, self._rank, None, f"micro-batch {i} of {len(micro_batches)}")
-            with torch.set_grad_enabled(not forward_only):
-                out = loss_fn(DenseReader(self._logits(batch), batch), batch)
+            try:
+                with torch.set_grad_enabled(not forward_only):
+                    out = loss_fn(DenseReader(self._logits(batch), batch), batch)
+                    if not forward_only:
+                        out.loss.backward()
+            except BaseException:
                 if not forward_only:
-                    out.loss.backward()
+                    self.model.zero_grad()
+                raise
             sums, maxes = ({k: float(v) for k, v in d.items()} for d in (out.sums, out.maxes))
             outputs.append(MicroOutput(out.loss.item(), sums, maxes, out.items))
         return outputs

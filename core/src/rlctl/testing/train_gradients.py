@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
 from rlctl.batch import PackedBatch, padding_like
 from rlctl.engine import StepOutput
-from rlctl.logits import LossFn
+from rlctl.logits import LossFn, LossOutput
 from rlctl.microbatch import MicroBatchPlan
 from rlctl.testing.backend import BackendConformance, Build, Weights, clone_weights, same_weights
 from rlctl.testing.train_batches import (
@@ -34,6 +34,10 @@ PLANS = {
     "tightest token budget": MicroBatchPlan(max_tokens=LONGEST),
     "wider token budget": MicroBatchPlan(max_tokens=2 * LONGEST),
 }
+
+
+class _FailsHereError(Exception):
+    """Raised by a loss of these tests."""
 
 
 class GradientConformance(BackendConformance):
@@ -101,6 +105,29 @@ class GradientConformance(BackendConformance):
         parts = list(rows(self.vocab_size).chunks(2))
         together = self._one_step(build, [parts])
         self._assert_same(self._one_step(build, [[part] for part in parts]), together)
+
+    def test_a_failed_call_leaves_nothing_behind(self, build: Build) -> None:
+        """A loss that raises in the second micro-batch: the next call's gradients are its own."""
+        batch = rows(self.vocab_size)
+        half = batch.num_rows // 2
+        parts = [batch.select(range(half)), batch.select(range(half, batch.num_rows))]
+        seen: list[int] = []
+
+        def fails(reader: Any, micro_batch: PackedBatch) -> LossOutput:
+            seen.append(micro_batch.num_rows)
+            if len(seen) == 2:
+                raise _FailsHereError
+            return cross_entropy(reader, micro_batch)
+
+        engine = build(optim=PROBE_OPTIM)
+        before = clone_weights(engine)
+        engine.set_mode(True)
+        with pytest.raises(_FailsHereError):
+            engine.forward_backward(parts, fails, forward_only=False)
+        assert seen == [half, batch.num_rows - half]
+        engine.forward_backward([batch], cross_entropy, forward_only=False)
+        step = engine.optimizer_step()
+        self._assert_same((first_gradient(before, clone_weights(engine)), step), self._one_step(build, [[batch]]))
 
     def test_item_weights_are_taken_as_they_are(self, build: Build) -> None:
         """Weights that a caller gives, in no way normalised, scale the gradient."""

@@ -23,7 +23,7 @@ from rlctl.engine import EngineInfo, MeshInfo, MicroOutput, StepOutput
 from rlctl.errors import EngineError
 from rlctl.hookspecs import hookimpl
 from rlctl.logits import LossFn
-from rlctl.parts import agreement, attention, layout, offload, ranks
+from rlctl.parts import agreement, attention, fsdp, layout, offload, ranks
 from rlctl.parts.job import Root, ScoreJob
 from rlctl.parts.outputs import ALIGNMENT, Collected, merge, on_device, to_micro_output
 from rlctl.parts.routing import Routing
@@ -194,18 +194,29 @@ class FSDPEngine:
             stack.enter_context(torch.set_grad_enabled(not forward_only))
             if self._seen.packed:
                 stack.enter_context(attention.attention_set(root.model, attention.NAME))
-            for i, (owner, rows, batch) in enumerate(pieces):
-                if not forward_only:
-                    self._set_last(i == len(pieces) - 1)
-                sizes = {"micro_rows": batch.num_rows, "micro_tokens": batch.num_items}
-                beat(micro_batch=i + 1, micro_batches=len(pieces), **sizes)
-                found = self._run(root, batch, loss_fn, forward_only)
-                if owner is not None:
-                    collected[owner].append((rows, batch, found))
+            try:
+                for i, (owner, rows, batch) in enumerate(pieces):
+                    if not forward_only:
+                        self._set_last(i == len(pieces) - 1)
+                    sizes = {"micro_rows": batch.num_rows, "micro_tokens": batch.num_items}
+                    beat(micro_batch=i + 1, micro_batches=len(pieces), **sizes)
+                    found = self._run(root, batch, loss_fn, forward_only)
+                    if owner is not None:
+                        collected[owner].append((rows, batch, found))
+            except BaseException:
+                self._forget(forward_only)
+                raise
         if forward_only:
             self._reshard()
             self._host.rest(root, None)
         return [to_micro_output(merge(b, parts)) for b, parts in zip(micro_batches, collected, strict=True)]
+
+    def _forget(self, forward_only: bool) -> None:
+        """After a call that failed: part of its gradients must not be added to the next one's."""
+        self._reshard()
+        if self._stepper is not None and not forward_only:
+            fsdp.drop_unreduced(self._built())
+            self._stepper.optimizer.zero_grad(set_to_none=True)
 
     def _run(self, root: Root, batch: PackedBatch, loss_fn: LossFn, forward_only: bool) -> Any:
         device = self._place.device
@@ -261,8 +272,7 @@ class FSDPEngine:
     def _reshard(self) -> None:
         """After a forward without backward the root's weights are still whole; parameters must be shards again."""
         if self._place.mesh is not None:
-            for module in shard.fsdp_modules(self._built()):
-                module.reshard()
+            fsdp.reshard(self._built())
 
     @hookimpl
     def rlctl_optimizer_step(self) -> StepOutput:

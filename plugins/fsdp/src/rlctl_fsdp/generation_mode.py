@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from rlctl.parts.fsdp import param_groups
 
 
 @contextmanager
@@ -39,21 +40,12 @@ def _attention(module: PreTrainedModel, implementation: str) -> Iterator[None]:
             config._attn_implementation_internal = before
 
 
-def _param_groups(module: FSDPModule) -> list[Any]:
-    state: Any = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        group = getattr(state, "_fsdp_param_group", None)
-        groups = [] if group is None else [group]
-    return list(groups)
-
-
 @contextmanager
 def _unsharded(module: nn.Module) -> Iterator[None]:
     """Whole parameters on every rank. Inside, a forward pass runs no collective: ranks may generate at their own pace."""
     wrapped = [m for m in module.modules() if isinstance(m, FSDPModule)]
     # FSDP2 has a setter but no getter for resharding after a forward pass; what it sets is read here and put back.
-    saved = [(group, group.post_forward_mesh_info) for m in wrapped for group in _param_groups(m)]
+    saved = [(group, group.post_forward_mesh_info) for m in wrapped for group in param_groups(m)]
     automatic = [(state, state._auto_reshard_after_forward) for m in wrapped for state in [m._get_fsdp_state()]]
     try:
         for m in wrapped:

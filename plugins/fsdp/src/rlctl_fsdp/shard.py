@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from rlctl.errors import EngineError, RlctlError
+from rlctl.parts import fsdp
 from rlctl.parts.job import Root
 
 
@@ -45,15 +46,10 @@ def shard(root: Root, mesh: DeviceMesh, compute: torch.dtype, reduce: torch.dtyp
     for layer in find_layers(root.model):
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(root, mesh=mesh, mp_policy=policy)
-    for module in fsdp_modules(root):
+    for module in fsdp.fsdp_modules(root):
         # Plain sums: gloo has no pre-multiplied sum, which is what a divide factor alone would ask for.
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
-
-
-def fsdp_modules(root: nn.Module) -> list[FSDPModule]:
-    """Every FSDP module below and including ``root``."""
-    return [m for m in root.modules() if isinstance(m, FSDPModule)]
 
 
 def _shared(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:

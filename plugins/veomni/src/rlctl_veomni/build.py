@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from veomni.arguments.arguments_types import MixedPrecisionConfig  # pyright: ignore[reportMissingImports]
 from veomni.distributed.torch_parallelize import (  # pyright: ignore[reportMissingImports]
     build_parallelize_model,
@@ -26,6 +25,7 @@ from veomni.models import build_foundation_model  # pyright: ignore[reportMissin
 
 from rlctl.errors import CapabilityError, ConfigError, EngineError
 from rlctl.hf_config import load_config, starts_random
+from rlctl.parts import fsdp
 from rlctl.parts.agreement import agreed
 from rlctl.records import ModelType
 from rlctl_veomni import attention, families, kernels, standins, weights
@@ -56,33 +56,12 @@ class Built:
     notes: Mapping[str, str]
 
     def drop_unreduced(self) -> None:
-        """Forget gradients that wait for the last micro-batch of a call. FSDP keeps them beside the parameters, where
-        ``zero_grad`` does not come, and would add them to the next call's."""
-        for module in fsdp_modules(self.model):
-            for group in _param_groups(module):
-                for held in group.fsdp_params:
-                    held.unsharded_accumulated_grad = None
-                    if hasattr(held, "_unsharded_param"):
-                        held._unsharded_param.grad = None
+        """See :func:`rlctl.parts.fsdp.drop_unreduced`."""
+        fsdp.drop_unreduced(self.model)
 
     def reshard(self) -> None:
         """After a forward without backward the root's weights are still whole; parameters must be shards again."""
-        for module in fsdp_modules(self.model):
-            module.reshard()
-
-
-def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """Every module that VeOmni sharded by itself."""
-    return [m for m in model.modules() if isinstance(m, FSDPModule)]
-
-
-def _param_groups(module: FSDPModule) -> list[Any]:
-    state: Any = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        group = getattr(state, "_fsdp_param_group", None)
-        groups = [] if group is None else [group]
-    return list(groups)
+        fsdp.reshard(self.model)
 
 
 def compute_dtype(config: VeOmniConfig, model: Mapping[str, Any], device: torch.device) -> torch.dtype:
@@ -158,7 +137,7 @@ def build(
             weights.store(model.score.weight, weights.draw_value_head(hf, seed).to(place.device))
             notes["value_head"] = f"drawn from seed {seed}: {section['path']} is a language model"
     if place.device.type == "cpu" and ep > 1 and place.expert_shards > 1:
-        standins.sum_expert_gradients((m for m in fsdp_modules(model) if _holds_experts(m)), place.expert_shards)
+        standins.sum_expert_gradients((m for m in fsdp.fsdp_modules(model) if _holds_experts(m)), place.expert_shards)
     model.requires_grad_(train)
     model.eval()
     take_jobs(model)
