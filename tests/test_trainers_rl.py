@@ -266,3 +266,17 @@ def test_a_rollout_that_disagrees_with_the_trainer_stops_the_run(tmp_path, monke
         train(tmp_path)
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())["status"] == "failed"
     monkeypatch.setattr(Engine, "generate", honest)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_left_alone(tmp_path):
+    """To begin again from step 0 would put a worse model in the place of the best one, with exit code 0."""
+    done = train(tmp_path, "trainer.total_training_steps=1", "trainer.save_freq=1")
+    [checkpoint] = (done.path / "checkpoints").iterdir()
+    file = max((checkpoint / "engine").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
+    file.write_bytes(file.read_bytes()[:-100])
+    before = {p: p.read_bytes() for p in done.path.rglob("*") if p.is_file()}
+    with pytest.raises(CheckpointError, match="every checkpoint of this run is damaged") as refused:
+        train(tmp_path, "trainer.total_training_steps=2", resume=done.path)
+    assert checkpoint.name in str(refused.value.found)
+    changed = [p.name for p, body in before.items() if not p.is_file() or p.read_bytes() != body]
+    assert set(changed) <= {"manifest.json", "run.log"}, changed

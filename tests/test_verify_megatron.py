@@ -13,6 +13,7 @@ from rlctl.device import Device
 from rlctl.plugins import PluginSet, load_plugins
 from rlctl.records import EvidenceLevel
 from rlctl.testing.evidence import record_evidence
+from rlctl.userdirs import user_data_dir
 from rlctl.verify.report import Report
 from rlctl.verify.request import make_request
 from rlctl.verify.run import Verifier
@@ -92,6 +93,16 @@ def test_experts_that_gather_all_tokens_equal_one_process(lab: Lab, topology: st
     assert dict(case.topology) == parse_topology(topology, None).axes()
     assert set(case.deltas) == ALWAYS | ADAMW | HEADS["language_model"]
     assert max(d.value for q, d in case.deltas.items() if q not in ADAMW) < BOUND, case.deltas
+
+
+def test_a_family_that_is_refused_is_no_failed_comparison(lab: Lab) -> None:
+    """Nothing was compared, so nothing of what holds may be taken back."""
+    request = make_request(lab.plugins, "megatron", Device("cpu"), topology="tp=2", models=["tiny:gpt2"], record=True)
+    (case,) = [c for c in lab.verifier.run(request).cases if c.model_type == "language_model"]
+    assert not case.passed
+    assert case.error is not None
+    assert case.error["error"] == "CapabilityError"
+    assert not list((user_data_dir() / "evidence").glob("*gpt2*"))
 
 
 def test_every_topology_equals_one_process(report: Report) -> None:

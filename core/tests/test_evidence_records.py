@@ -64,6 +64,15 @@ def test_a_record_that_holds_beats_a_higher_stale_one():
     assert (found.level, found.stale) == (EvidenceLevel.BUILDABLE, False)
 
 
+def test_a_stale_record_of_the_cells_own_device_beats_one_of_another():
+    there = record(device="cuda", vendor="nvidia", versions={"pluggy": "0.1", "no-such-dist-here": "1"})
+    end_to_end = record(level=EvidenceLevel.END_TO_END)
+    found = at(book(end_to_end, there), device="cuda", vendor="nvidia")
+    assert (found.stale, found.level) == (True, EvidenceLevel.PARITY)
+    assert found.reasons == stale_reasons(there, "cuda", "nvidia")
+    assert at(book(end_to_end, there)).level is EvidenceLevel.END_TO_END
+
+
 def test_simulated_records_never_raise_a_level():
     found = at(book(record(simulated=True, level=EvidenceLevel.END_TO_END)))
     assert (found.level, found.stale, found.simulated, found.proof) == (EvidenceLevel.DECLARED, False, 1, None)

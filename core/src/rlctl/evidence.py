@@ -77,10 +77,10 @@ class EvidenceBook:
     def for_cell(self, backend: str, axis: Axis | None, model_type: str, device: str, vendor: str | None) -> Evidence:
         """The best evidence of one cell; ``axis`` None asks for one process without any parallel axis.
 
-        A record that holds beats a stale one of a higher level.
+        A record that holds beats a stale one of a higher level; of stale ones, one of the cell's own device beats another's.
         """
         about = [p for p in self.proofs if _concerns(p.record, backend, axis, model_type)]
-        return _best(about, lambda r: stale_reasons(r, device, vendor))
+        return _best(about, device, lambda r: stale_reasons(r, device, vendor))
 
     def for_topology(
         self,
@@ -93,7 +93,7 @@ class EvidenceBook:
     ) -> Evidence:
         """The evidence of one combination of axes (sizes larger than one, as ``Topology.axes`` gives them)."""
         about = [p for p in self.proofs if p.record.backend == backend and p.record.model_type == model_type]
-        return _best(about, lambda r: stale_reasons(r, device, vendor, axes, model_family))
+        return _best(about, device, lambda r: stale_reasons(r, device, vendor, axes, model_family))
 
     def failures(self, backend: str) -> list[Proof]:
         """Comparisons of a backend that failed with what is installed now, newest first."""
@@ -126,7 +126,7 @@ def _concerns(record: EvidenceRecord, backend: str, axis: Axis | None, model_typ
     return not used if axis is None else axis.value in used
 
 
-def _best(proofs: Iterable[Proof], reasons_of: Any) -> Evidence:
+def _best(proofs: Iterable[Proof], device: str, reasons_of: Any) -> Evidence:
     real: list[tuple[Proof, tuple[str, ...]]] = []
     simulated = 0
     for proof in proofs:
@@ -142,7 +142,10 @@ def _best(proofs: Iterable[Proof], reasons_of: Any) -> Evidence:
         best = max(holding, key=lambda p: (p.record.level.rank, p.record.date))
         return Evidence(best.record.level, False, (), best, simulated, tuple(failed))
     if real:
-        proof, reasons = max(real, key=lambda s: (s[0].record.level.rank, s[0].record.date))
+        # Other versions on the same device say more than the same versions on another one.
+        proof, reasons = max(
+            real, key=lambda s: (s[0].record.device == device, s[0].record.level.rank, -len(s[1]), s[0].record.date)
+        )
         return Evidence(proof.record.level, True, reasons, proof, simulated, tuple(failed))
     return Evidence(simulated=simulated, failed=tuple(failed))
 

@@ -247,3 +247,20 @@ def test_unknown_names_of_rewards_sinks_and_tasks_are_refused(run_file: Write, p
         "reward.components[0].name": "did you mean exact_match?",
         "data.task.name": "did you mean sort_digits?",
     }
+
+
+def test_a_reference_goes_on_to_follow_the_actor_in_a_configuration_that_was_written_down(
+    run_file: Write, plugins: PluginSet
+) -> None:
+    """A resumed run reads it: sizes given for the actor then must not leave the reference with the old ones."""
+    sizes = ["actor.backend=grid", "runtime.nproc=4", "actor.parallel.tp=2"]
+    first = load_config(run_file(BASE), [*sizes, "actor.use_kl_loss=true"], plugins=plugins)
+    assert first.config.ref.parallel.tp == 2
+    written = run_file(first.to_yaml(), "written.yaml")
+    assert load_config(written, plugins=plugins).config == first.config
+    again = load_config(written, ["actor.parallel.tp=4"], plugins=plugins)
+    assert (again.config.actor.parallel.tp, again.config.ref.parallel.tp) == (4, 4)
+    # What was said of the reference stays.
+    said = load_config(run_file(BASE), [*sizes, "actor.use_kl_loss=true", "ref.parallel.tp=1"], plugins=plugins)
+    kept = load_config(run_file(said.to_yaml(), "said.yaml"), ["actor.parallel.tp=4"], plugins=plugins)
+    assert (kept.config.actor.parallel.tp, kept.config.ref.parallel.tp) == (4, 1)

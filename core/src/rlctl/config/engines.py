@@ -42,9 +42,9 @@ ROLE_KINDS: dict[str, BackendKind] = {
     "rollout": BackendKind.ROLLOUT,
 }
 _DEFAULT_BACKENDS = {role: cls.model_fields["backend"].default for role, cls in _ROLE_MODELS.items()}
-_FOLLOWERS = ("ref", "teacher")
+FOLLOWERS = ("ref", "teacher")
 """Roles that take from the actor what they do not state. A run without a teacher section has no teacher."""
-_FOLLOWED = ("engine", "parallel", "micro_batch_size_per_device", "max_tokens_per_device")
+FOLLOWED = ("engine", "parallel", "micro_batch_size_per_device", "max_tokens_per_device")
 
 
 @dataclass
@@ -104,7 +104,7 @@ def resolve_engines(document: Document, plugins: PluginSet, notice: Callable[[st
     actor = document.get(("actor", "backend"), _DEFAULT_BACKENDS["actor"])
     absent = {role for role in ("teacher",) if not isinstance(document.get((role,)), dict)}
     if isinstance(actor, str):
-        for role in _FOLLOWERS:
+        for role in FOLLOWERS:
             if role not in absent:
                 _follow_actor(document, actor, role)
     for role, default in _DEFAULT_BACKENDS.items():
@@ -135,8 +135,8 @@ def _follow_actor(document: Document, actor: str, role: str) -> None:
         return
     derived = Origin("derived", "as actor.backend")
     document.set((role, "backend"), actor, derived)
-    bounds = _FOLLOWED[2:]
-    for key in _FOLLOWED:
+    bounds = FOLLOWED[2:]
+    for key in FOLLOWED:
         value = document.get(("actor", key))
         if value is None or (key in bounds and any(section.get(bound) is not None for bound in bounds)):
             continue
@@ -183,7 +183,7 @@ def _one_role(
         return
     out.models[role] = model
     _engine_section(document, role, spec, model, plugins, out)
-    if not derived or (role in _FOLLOWERS and _own_pool(document, role)):
+    if not derived or (role in FOLLOWERS and _own_pool(document, role)):
         out.problems += axis_problems(document, role, spec, device, notice)
 
 

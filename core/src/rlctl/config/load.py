@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.config.check import check
 from rlctl.config.document import Document, dotted, leaves
-from rlctl.config.engines import resolve_engines
+from rlctl.config.engines import FOLLOWED, FOLLOWERS, resolve_engines
 from rlctl.config.names import name_problems
 from rlctl.config.overrides import apply_flags, apply_overrides
 from rlctl.config.paths import resolve_paths
@@ -45,8 +45,36 @@ class ResolvedConfig:
     source: str
 
     def to_yaml(self) -> str:
-        """The whole configuration as YAML that loads back to an equal one."""
-        return dump(self.config.model_dump(mode="json"))
+        """The configuration as YAML that loads back to an equal one.
+
+        What a role takes from the actor without having said so is left out: it goes on to follow the actor, also where the
+        actor's sizes are others when the run is resumed.
+        """
+        values = self.config.model_dump(mode="json")
+        for role in FOLLOWERS:
+            section = values.get(role)
+            if isinstance(section, dict) and self._follows(f"{role}.backend"):
+                for key in ("backend", *FOLLOWED):
+                    _leave_out(section, key, lambda path, role=role: self._unsaid(f"{role}.{path}"))
+        return dump(values)
+
+    def _follows(self, path: str) -> bool:
+        return self.origins.get(path, "").startswith("as actor.")
+
+    def _unsaid(self, path: str) -> bool:
+        return self._follows(path) or self.origins.get(path) == "default"
+
+
+def _leave_out(section: dict[str, Any], key: str, unsaid: Callable[[str], bool]) -> None:
+    value = section.get(key)
+    if isinstance(value, dict):
+        kept = {name: item for name, item in value.items() if not unsaid(f"{key}.{name}")}
+        if kept:
+            section[key] = kept
+        else:
+            section.pop(key)
+    elif key in section and unsaid(key):
+        section.pop(key)
 
 
 def load_config(

@@ -12,7 +12,14 @@ from typing import Any
 
 from rlctl import files
 from rlctl.batch import save_batch
-from rlctl.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, require_world_size, save_checkpoint
+from rlctl.checkpoint import (
+    Checkpoint,
+    latest_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    require_world_size,
+    save_checkpoint,
+)
 from rlctl.config.load import ResolvedConfig
 from rlctl.data.lengths import fit_rows
 from rlctl.data.prompts import PromptEncoder
@@ -326,9 +333,17 @@ class Runner:
         """The checkpoint to go on from, looked for before anything is built or changed.
 
         Raises:
-            CheckpointError: another number of ranks wrote it, or no step is left after it.
+            CheckpointError: all that are there are damaged; another number of ranks wrote it, or no step is left after it.
         """
         checkpoint = latest_checkpoint(self.run.path, notice=self.reporter.message)
+        if checkpoint is None and (there := list_checkpoints(self.run.path)):
+            # To begin again from step 0 would put a worse model in the place of the best one and the export.
+            raise CheckpointError(
+                "every checkpoint of this run is damaged",
+                found=", ".join(path.name for _, path in there),
+                wanted="one that is whole",
+                next="start a new run with another --run-dir",
+            )
         if checkpoint is not None:
             require_world_size(checkpoint, self.context.pools.size(self.config.actor.pool))
         if checkpoint is not None and checkpoint.step >= self.total_steps:

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from rlctl.capabilities import require_topology
 from rlctl.constraints import facts_of
-from rlctl.errors import CapabilityError, EngineError, RlctlError
+from rlctl.errors import CapabilityError, ConfigError, EngineError, RlctlError
 from rlctl.plugins import BackendRecord, PluginSet
 from rlctl.records import ModelType
 from rlctl.topology import Topology
@@ -192,7 +192,9 @@ class Verifier:
             notes=measured.notes,
             seconds=time.monotonic() - began,
         )
-        return self._record(request, case) if request.record else case
+        # A backend that says what it does not do has shown nothing about what it does.
+        refused = isinstance(error, CapabilityError | ConfigError) and not case.deltas
+        return self._record(request, case) if request.record and not refused else case
 
     def _plans(self, request: Request, job: _Job) -> Sequence[RunPlan]:
         plans = RUNS[job.model_type]

@@ -89,7 +89,8 @@ def uses_transformer_engine(config: MegatronConfig, device: torch.device, dtype:
             "Transformer Engine's modules cannot be used here",
             found=f"device {device.type}, transformer_engine {'installed' if there else 'not installed'}",
             wanted="a CUDA device, and the package",
-            next="pip install 'transformer-engine[pytorch]', or set actor.engine.layers=local",
+            next="set actor.engine.layers=local"
+            + (", or pip install 'transformer-engine[pytorch]'" if device.type == "cuda" else ""),
         )
     if dtype is torch.float32:
         raise ConfigError(
