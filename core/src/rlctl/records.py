@@ -103,6 +103,7 @@ class BackendSpec:
         aliases: further names that reach it, with a one-line notice.
         summary: one line for tables.
         env: environment variables that a probe of it needs (rarely).
+        one_layout: engines of one process must have the same parallel sizes (the library keeps its groups in globals).
     """
 
     name: str
@@ -119,6 +120,7 @@ class BackendSpec:
     aliases: tuple[str, ...] = ()
     summary: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
+    one_layout: bool = False
 
 
 class CheckStatus(StrEnum):

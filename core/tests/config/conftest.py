@@ -24,6 +24,7 @@ LIGHT = """
                 for axis, support, reason, device, *rest in cells for rule in [rest[0] if rest else None]
             ),
             requirements=(), imports=("cfgtoy_engine",), install_hint="pip install cfgtoy", aliases=aliases,
+            one_layout=name == "grid",
         )
 
     @hookimpl

@@ -11,7 +11,7 @@ import pytest
 from rlctl.config.json_schema import json_schema
 from rlctl.config.load import load_config
 from rlctl.config.problems import InvalidConfigError, Problem
-from rlctl.errors import BackendUnavailableError, RlctlError
+from rlctl.errors import BackendUnavailableError, CapabilityError, RlctlError
 from rlctl.plugins import PluginSet
 
 Write = Callable[..., str]
@@ -232,3 +232,25 @@ def test_an_address_is_ray_and_no_other_launcher_takes_one(plugins: PluginSet, r
 def test_a_pool_that_is_not_there_says_how_to_make_it(plugins: PluginSet, run_file: Write) -> None:
     [problem] = problems_of(plugins, run_file(BASE), "rollout.pool=gen")
     assert "runtime.pools={gen: {nproc: 1}}" in str(problem)
+
+
+def test_sizes_of_a_follower_are_checked_where_they_are_its_own(plugins: PluginSet, run_file: Write) -> None:
+    """Not when the ranks are up: a warm start, or a teacher's training, would be lost."""
+    path = run_file(BASE)
+    sizes = ["actor.backend=grid", "actor.use_kl_loss=true", "runtime.nproc=4", "actor.parallel.tp=2"]
+    assert load_config(path, sizes, plugins=plugins).config.ref.parallel.tp == 2
+    with pytest.raises(CapabilityError, match=r"ref\.parallel: 4 ranks cannot be split") as refused:
+        load_config(path, [*sizes, "ref.parallel.tp=3"], plugins=plugins)
+    assert "tp=3" in str(refused.value.found)
+    with pytest.raises(InvalidConfigError, match="grid keeps one layout of ranks in a process") as apart:
+        load_config(path, [*sizes, "ref.parallel.tp=4"], plugins=plugins)
+    assert "ref.pool=ref" in str(apart.value)
+    own = [*sizes, "ref.parallel.tp=4", "ref.pool=ref", "runtime.pools={ref: {nproc: 4}}"]
+    assert load_config(path, own, plugins=plugins).config.ref.parallel.tp == 4
+    # A backend whose engines may differ, and a reference that takes no part, are left alone.
+    plain = ["actor.use_kl_loss=true", "runtime.nproc=4", "ref.parallel.dp_shard=2", "ref.parallel.dp_replicate=2"]
+    with pytest.raises((CapabilityError, InvalidConfigError)) as other:
+        load_config(path, plain, plugins=plugins)
+    assert "one layout" not in str(other.value)
+    idle = ["actor.backend=grid", "runtime.nproc=4", "actor.parallel.tp=2", "ref.parallel.tp=4"]
+    assert load_config(path, idle, plugins=plugins).config.ref.parallel.tp == 4

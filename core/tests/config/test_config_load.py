@@ -261,6 +261,7 @@ def test_a_reference_goes_on_to_follow_the_actor_in_a_configuration_that_was_wri
     again = load_config(written, ["actor.parallel.tp=4"], plugins=plugins)
     assert (again.config.actor.parallel.tp, again.config.ref.parallel.tp) == (4, 4)
     # What was said of the reference stays.
-    said = load_config(run_file(BASE), [*sizes, "actor.use_kl_loss=true", "ref.parallel.tp=1"], plugins=plugins)
+    own = ["actor.use_kl_loss=true", "ref.parallel.tp=1", "ref.pool=ref", "runtime.pools={ref: {nproc: 2}}"]
+    said = load_config(run_file(BASE), [*sizes, *own], plugins=plugins)
     kept = load_config(run_file(said.to_yaml(), "said.yaml"), ["actor.parallel.tp=4"], plugins=plugins)
     assert (kept.config.actor.parallel.tp, kept.config.ref.parallel.tp) == (4, 1)

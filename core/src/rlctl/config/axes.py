@@ -38,7 +38,14 @@ def axis_problems(
         return refused
     topology = _topology(document, role, spec, axes)
     if isinstance(topology, CapabilityError):
-        return [from_error((role, "parallel"), document, topology)]
+        named = CapabilityError(
+            f"{role}.parallel: {topology.what}",
+            found=topology.found,
+            wanted=topology.wanted,
+            next=topology.next,
+            details=topology.details,
+        )
+        return [from_error((role, "parallel"), document, named)]
     if topology is None:
         return []
     return _constraints(document, role, spec, topology, places, notice)
@@ -98,6 +105,33 @@ def _topology(
         return resolve(nproc, axes) if spec.kind is BackendKind.TRAIN else resolve_rollout(nproc, axes)
     except CapabilityError as error:
         return error
+
+
+def layout_problem(document: Document, role: str, spec: BackendSpec) -> Problem | None:
+    """What is wrong with sizes of ``role`` that are not the actor's, for a backend with one layout a process."""
+    found: list[Topology] = []
+    for name in ("actor", role):
+        sizes = document.get((name, "parallel"), {})
+        topology = _topology(document, name, spec, _well_formed(sizes)) if isinstance(sizes, dict) else None
+        if not isinstance(topology, Topology):
+            return None  # said already
+        found.append(topology)
+    changed = [axis.value for axis in Axis if getattr(found[0], axis.value) != getattr(found[1], axis.value)]
+    if not changed:
+        return None
+    loc: Loc = (role, "parallel")
+
+    def words(topology: Topology) -> str:
+        return ", ".join(f"{k}={v}" for k, v in topology.axes().items()) or "one rank"
+
+    return Problem(
+        dotted(loc),
+        str(document.origin((*loc, changed[0]))),
+        f"{spec.name} keeps one layout of ranks in a process, and {role} shares the actor's processes",
+        found=f"{words(found[1])} beside the actor's {words(found[0])}",
+        wanted="the actor's sizes",
+        hint=f"leave {dotted(loc)} out, or give it a pool of its own: runtime.pools.{role}.nproc and {role}.pool={role}",
+    )
 
 
 def _pool_size(document: Document, role: str) -> object:

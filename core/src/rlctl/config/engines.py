@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from rlctl.causes import cause_chain
-from rlctl.config.axes import axis_problems
+from rlctl.config.axes import axis_problems, layout_problem
 from rlctl.config.check import UnknownKey, check
 from rlctl.config.document import Document, Loc, Origin, dotted
 from rlctl.config.problems import Problem, from_error
@@ -113,7 +113,20 @@ def resolve_engines(document: Document, plugins: PluginSet, notice: Callable[[st
         name = document.get((role, "backend"), default)
         if isinstance(name, str) and isinstance(document.get((role,), {}), dict):
             _one_role(document, role, name, plugins, notice, out)
+    for role in FOLLOWERS:
+        if {role, "actor"} <= out.models.keys() and _needed(document, role) and not _own_pool(document, role):
+            out.problems += _same_layout(document, role, plugins)
     return out
+
+
+def _same_layout(document: Document, role: str, plugins: PluginSet) -> list[Problem]:
+    """Sizes other than the actor's in its processes, where the backend cannot have both."""
+    name = str(document.get((role, "backend")))
+    record = find_backend(plugins, name, BackendKind.TRAIN, _device(document))
+    if record is None or not record.spec.one_layout or document.get(("actor", "backend")) != name:
+        return []
+    problem = layout_problem(document, role, record.spec)
+    return [] if problem is None else [problem]
 
 
 def _needed(document: Document, role: str) -> bool:
@@ -158,6 +171,15 @@ def _own_pool(document: Document, role: str) -> bool:
     return bool(pool) and pool != document.get(("actor", "pool"), MAIN_POOL)
 
 
+def _own_sizes(document: Document, role: str) -> bool:
+    """True where somebody wrote a size of the role's own down."""
+    sizes = document.get((role, "parallel"), {})
+    written = ("file", "override", "flag")
+    return isinstance(sizes, dict) and any(
+        document.leaf_origin((role, "parallel", axis)).kind in written for axis in sizes
+    )
+
+
 def _one_role(
     document: Document, role: str, name: str, plugins: PluginSet, notice: Callable[[str], None], out: Engines
 ) -> None:
@@ -183,7 +205,7 @@ def _one_role(
         return
     out.models[role] = model
     _engine_section(document, role, spec, model, plugins, out)
-    if not derived or (role in FOLLOWERS and _own_pool(document, role)):
+    if not derived or (role in FOLLOWERS and (_own_pool(document, role) or _own_sizes(document, role))):
         out.problems += axis_problems(document, role, spec, device, notice)
 
 

@@ -94,6 +94,7 @@ def rlctl_backends() -> list[BackendSpec]:
             install_hint=INSTALL_HINT,
             # One queue of kernels keeps the order in which megatron's overlapped communication was written.
             env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+            one_layout=True,
             summary="megatron-core: tensor, sequence, pipeline, context and expert parallel",
         )
     ]
