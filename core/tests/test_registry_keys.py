@@ -303,3 +303,10 @@ def test_engine_is_built_after_its_process_is_prepared_and_others_wrap_it(here, 
     assert os.environ.pop("TINY_ENV") == "set"
     plain = create_engine(plugins, record(plugins, "roll"), role="other", settings={})
     assert plain.weight_fingerprint(["w"]) == {"w": "plain"}
+
+
+def test_a_text_in_the_place_of_a_name_does_not_flood_the_message() -> None:
+    with pytest.raises(RlctlError) as refused:
+        require_backend("x" * 5000, BackendKind.ROLLOUT, load_plugins())
+    assert len(str(refused.value.what)) < 200
+    assert "xxx..." in refused.value.what

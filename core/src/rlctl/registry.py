@@ -198,6 +198,11 @@ def _other_backend(
     return "rlctl capabilities shows which backend answers which device and head"
 
 
+def short_name(name: str) -> str:
+    """A name as a message quotes it: somebody may have put a whole text in its place."""
+    return name if len(name) <= 60 else name[:57] + "..."
+
+
 def _unavailable(
     name: str, kind: BackendKind, plugins: PluginSet, named: Sequence[BackendRecord]
 ) -> BackendUnavailableError:
@@ -216,7 +221,7 @@ def _unavailable(
     for words, state in (("installable", PluginState.RELEASED), ("not released yet", PluginState.PLANNED)):
         listed = [f"{e.spec.name} ({e.install})" for e in others if e.state is state]
         lines += [f"{words}: {', '.join(listed)}"] if listed else []
-    what, next_step = f"no {_ROLE[kind]} backend is called {name!r}", ""
+    what, next_step = f"no {_ROLE[kind]} backend is called {short_name(name)!r}", ""
     blamed = [e for e in failed if e.name == name or any(name in (s.name, *s.aliases) for s in e.backends)]
     if named:
         what = f"the {_ROLE[kind]} backend {name!r} of {named[0].label} cannot be used here: {'; '.join(named[0].problems)}"

@@ -210,7 +210,7 @@ def _one_role(
 
 
 def _unavailable(document: Document, loc: Loc, name: str, plugins: PluginSet) -> Problem:
-    from rlctl.registry import require_backend
+    from rlctl.registry import require_backend, short_name
 
     kind = ROLE_KINDS[str(loc[0])]
     try:
@@ -221,7 +221,7 @@ def _unavailable(document: Document, loc: Loc, name: str, plugins: PluginSet) ->
     return Problem(
         dotted(loc),
         str(document.origin(loc)),
-        f"no {kind} backend is called {name!r}",
+        f"no {kind} backend is called {short_name(name)!r}",
         wanted=" or ".join(names) or "an installed backend",
         hint="rlctl plugins lists what is installed",
     )
