@@ -88,6 +88,10 @@ evidence: $(VENV)/.dev
 	  plugins/fsdp/tests/test_fsdp_ranks.py plugins/fsdp/tests/test_fsdp_axes.py tests/test_trainers_rl.py -k 'equal_one_process or evidence'
 	RLCTL_EVIDENCE_DIR=$(CURDIR)/plugins/megatron/src/rlctl_megatron/evidence OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
 	  tests/test_verify_megatron.py
+	RLCTL_EVIDENCE_DIR=$(CURDIR)/plugins/fsdp/src/rlctl_fsdp/evidence OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+	  tests/test_distillation_same_curve.py -k 'fsdp2 and usp2'
+	RLCTL_EVIDENCE_DIR=$(CURDIR)/plugins/megatron/src/rlctl_megatron/evidence OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+	  tests/test_distillation_same_curve.py -k 'megatron and (tp2 or pp2 or cp2 or ep2)'
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
