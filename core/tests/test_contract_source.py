@@ -27,6 +27,8 @@ ALLOWED = {
     "config/schema.py": {'"fsdp2"', '"hf"'},
     # Which dist brings an importable module: a table of libraries, whoever uses them.
     "remedy.py": {'"megatron"', '"megatron-core"'},
+    # torch's own module of that name, which several backends shard with.
+    "parts/fsdp.py": {"fsdp"},
 }
 
 
@@ -61,6 +63,13 @@ def test_core_names_no_backend() -> None:
     modules = [p for p in SOURCE.rglob("*.py") if not DATA_MODULES.fullmatch(p.relative_to(SOURCE).as_posix())]
     assert len(modules) > 15
     assert [line for p in modules for line in named_backends(p)] == []
+
+
+def test_only_engines_use_what_engines_are_built_of() -> None:
+    """It needs torch and transformers, which core does not depend on."""
+    others = [p for p in SOURCE.rglob("*.py") if p.parent != SOURCE / "parts"]
+    assert [str(p) for p in others if "rlctl.parts" in p.read_text(encoding="utf-8")] == []
+    assert len(list((SOURCE / "parts").glob("*.py"))) > 8
 
 
 def test_the_search_for_names_finds_them(tmp_path: Path) -> None:
