@@ -248,7 +248,9 @@ def _unavailable(
         near = get_close_matches(name, [*registered, *_names(others)], n=1)
         next_step = f"{_FLAG[kind]} {near[0]}" if near else "rlctl capabilities lists every known backend"
         lines += [f"did you mean {near[0]}?"] if near else []
-    return BackendUnavailableError(what, details=lines, found=short_name(name), wanted=_wanted(registered, kind), next=next_step)
+    return BackendUnavailableError(
+        what, details=lines, found=short_name(name), wanted=_wanted(registered, kind), next=next_step
+    )
 
 
 def _names(entries: Iterable[Any]) -> list[str]:

@@ -94,14 +94,14 @@ def _define_torchvision_operators() -> None:
     except RuntimeError as error:
         if "operator torchvision::" not in str(error):
             raise
-    import torch
+    from torch import library as operators
 
     for name in [n for n in sys.modules if n.partition(".")[0] == "torchvision"]:
         del sys.modules[name]
-    library = torch.library.Library("torchvision", "FRAGMENT")
+    fragment = operators.Library("torchvision", "FRAGMENT")
     for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _LIBRARIES.append(library)
+        fragment.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _LIBRARIES.append(fragment)
     importlib.import_module("torchvision")
 
 
