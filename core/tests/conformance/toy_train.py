@@ -74,7 +74,8 @@ class Toy:
                 try:
                     out = loss_fn(self.reader(self.logits(batch), batch), batch)
                 except BaseException:
-                    self.forget()
+                    if not forward_only:
+                        self.forget()
                     raise
                 if not forward_only:
                     self.backward(out.loss, micro_batches)

@@ -107,7 +107,7 @@ class GradientConformance(BackendConformance):
         self._assert_same(self._one_step(build, [[part] for part in parts]), together)
 
     def test_a_failed_call_leaves_nothing_behind(self, build: Build) -> None:
-        """A loss that raises in the second micro-batch: the next call's gradients are its own."""
+        """A loss that raises when it is called the second time: the next call's gradients are its own."""
         batch = rows(self.vocab_size)
         half = batch.num_rows // 2
         parts = [batch.select(range(half)), batch.select(range(half, batch.num_rows))]
@@ -124,7 +124,8 @@ class GradientConformance(BackendConformance):
         engine.set_mode(True)
         with pytest.raises(_FailsHereError):
             engine.forward_backward(parts, fails, forward_only=False)
-        assert seen == [half, batch.num_rows - half]
+        # An engine that runs rows of one length together asks for more than one loss a micro-batch.
+        assert len(seen) == 2
         engine.forward_backward([batch], cross_entropy, forward_only=False)
         step = engine.optimizer_step()
         self._assert_same((first_gradient(before, clone_weights(engine)), step), self._one_step(build, [[batch]]))
