@@ -43,6 +43,7 @@ EXPECTED: dict[str, set[str]] = {
     "StepsOnNan": {NON_FINITE},
     "KeepsGradients": {"test_step_clears_gradients", MOMENTS, STATE, NON_FINITE, "test_sgd_is_plain_or_refused"},
     "KeepsAFailedCall": {"test_a_failed_call_leaves_nothing_behind"},
+    "TakesOthersAlong": {"test_a_refused_build_leaves_other_engines_alone"},
     "BackwardInForwardOnly": {"test_forward_only_leaves_weights_and_gradients_alone", "test_modes"},
     "RowsSeeEachOther": {"test_rows_do_not_see_each_other", "test_infer_equals_the_training_reader", SPLITS},
     "LooksAhead": {"test_later_tokens_do_not_matter"},

@@ -12,8 +12,8 @@ from facade_toys import ToyTrain, batch_of, built, loss
 
 from rlctl import hookspecs
 from rlctl.batch import PackedBatch
-from rlctl.engine import Engine, MeshInfo, StepOutput, load_target
-from rlctl.errors import EngineError
+from rlctl.engine import Engine, EngineInfo, MeshInfo, StepOutput, load_target
+from rlctl.errors import ConfigError, EngineError
 from rlctl.generation import Completion, FinishReason, GenerateRequest, SamplingParams, ScoreRequest
 from rlctl.hookspecs import EngineHooks, EngineSpecs, hookimpl
 from rlctl.logits import LossOutput
@@ -304,6 +304,47 @@ class ToyRollout:
     @hookimpl
     def rlctl_weight_fingerprint(self, names: Sequence[str]) -> dict[str, str]:
         return dict.fromkeys(names, "0")
+
+
+class Refuses(ToyTrain):
+    """Its model cannot be had."""
+
+    @hookimpl
+    def rlctl_engine_init(self) -> EngineInfo:
+        raise ConfigError("no such model")
+
+    @hookimpl
+    def rlctl_shutdown(self) -> bool:
+        self.log.append("shutdown")
+        return True
+
+
+class WorseAtTheEnd(Refuses):
+    """Nor can it be shut down."""
+
+    @hookimpl
+    def rlctl_shutdown(self) -> bool:
+        raise OSError("stuck")
+
+
+def test_an_engine_that_refuses_is_shut_down() -> None:
+    """A wrapper's patch of the library, a process group: nobody else could give them back."""
+    undone: list[str] = []
+
+    class Patches:
+        @hookimpl(wrapper=True)
+        def rlctl_shutdown(self) -> Any:
+            undone.append("patch")
+            return (yield)
+
+    provider = Refuses()
+    with pytest.raises(ConfigError, match="no such model"):
+        built(provider, [("patches", Patches())])
+    assert provider.log == ["mesh", "shutdown"]
+    assert undone == ["patch"]
+    with pytest.raises(ConfigError, match="no such model") as caught:
+        built(WorseAtTheEnd())
+    assert "stuck" in caught.value.__notes__[0]
 
 
 def test_a_rollout_engine_answers_each_sample() -> None:

@@ -128,16 +128,30 @@ class Engine:
 
         Args:
             model: its key ``model_type`` says which head; without it, that of a language model.
+
+        An engine that refuses, or fails, is shut down before the error goes on.
         """
         self.model_type = ModelType(model.get("model_type", ModelType.LANGUAGE_MODEL))
         model = {**model, "model_type": str(self.model_type)}
-        with phase("init"):
-            mesh = self._answer("rlctl_build_mesh", self._hooks.rlctl_build_mesh(topology=topology, settings=settings))
-            self.mesh = mesh
-            self.info = self._answer(
-                "rlctl_engine_init",
-                self._hooks.rlctl_engine_init(mesh=mesh, model=model, optimizer=optimizer, forward_only=forward_only),
-            )
+        try:
+            with phase("init"):
+                mesh = self._answer(
+                    "rlctl_build_mesh", self._hooks.rlctl_build_mesh(topology=topology, settings=settings)
+                )
+                self.mesh = mesh
+                self.info = self._answer(
+                    "rlctl_engine_init",
+                    self._hooks.rlctl_engine_init(
+                        mesh=mesh, model=model, optimizer=optimizer, forward_only=forward_only
+                    ),
+                )
+        except BaseException as error:
+            # Nobody holds an engine that was not built: what it and its wrappers had taken goes back here.
+            try:
+                self.shutdown()
+            except Exception as second:
+                error.add_note(f"and shutting {self.name!r} down after it failed: {second!r}")
+            raise
         return cast(EngineInfo, self.info)
 
     def release(self, *parts: str) -> bool:

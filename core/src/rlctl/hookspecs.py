@@ -127,7 +127,8 @@ class EngineSpecs:
 
     @hookspec(firstresult=True)
     def rlctl_shutdown(self) -> bool:  # type: ignore[empty-body]
-        """Last call: destroy process groups and free memory."""
+        """Last call: destroy process groups and free memory. It also follows a mesh or model that failed to build, and
+        may come twice."""
 
     # ---- training engines -------------------------------------------------------------------------------------
     @hookspec(firstresult=True)

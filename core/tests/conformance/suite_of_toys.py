@@ -37,7 +37,7 @@ for _kind, _module in ((BackendKind.TRAIN, toy_train), (BackendKind.ROLLOUT, toy
             globals()[_key] = _suite(_kind, _name)
 
 # The engine for simulated ranks, on one.
-TestFakeTrain = _suite(BackendKind.TRAIN, "FakeTrain", module="rlctl.testing.fake_engine")
+TestFakeTrain = _suite(BackendKind.TRAIN, "FakeTrain", module="rlctl.testing.fake_engine", refused_model=None)
 TestLaxConfig = _suite(BackendKind.TRAIN, "Toy", config="toy_config:LaxConfig")
 TestHeavyModule = _suite(BackendKind.TRAIN, "Toy", light_module="toy_train")
 TestHeavyConfig = _suite(BackendKind.TRAIN, "Toy", config="toy_train:HeavyConfig")

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlctl.errors import ConfigError
+
 
 class ToyLM(nn.Module):
     """Embedding, the mean of the row so far beside it, one hidden layer, a head tied to the embedding."""
@@ -30,6 +32,8 @@ class ToyLM(nn.Module):
 
 def make_model(section: Mapping[str, Any]) -> ToyLM:
     """The model of a ``model`` section, its weights from the section's seed alone."""
+    if section.get("path") is not None:
+        raise ConfigError("a toy is made from a config", found=section["path"], wanted="model.config")
     with torch.random.fork_rng():
         torch.manual_seed(section["seed"])
         return ToyLM(**{k: v for k, v in section["config"].items() if k != "model_type"})

@@ -252,6 +252,27 @@ class KeepsAFailedCall(Toy):
         pass
 
 
+class TakesOthersAlong(Toy):
+    """What its engines share goes with the first that shuts down."""
+
+    @hookimpl
+    def rlctl_engine_init(
+        self, model: Mapping[str, Any], optimizer: Mapping[str, Any] | None, forward_only: bool
+    ) -> EngineInfo:
+        info = Toy.rlctl_engine_init(self, model, optimizer, forward_only)
+        _shared[:] = [self]
+        return info
+
+    @hookimpl
+    def rlctl_shutdown(self) -> bool:
+        for engine in _shared:
+            engine.model = None
+        return True
+
+
+_shared: list[Any] = []
+
+
 class BackwardInForwardOnly(Toy):
     """Scoring leaves gradients behind."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import pytest
 
@@ -31,6 +32,7 @@ class TrainConformance(GradientConformance, OptimizerConformance, ReaderConforma
         state_tolerance: how far a resumed run may be from the one that went on; 0 asks for every bit.
         random_init: the tiny model starts from random weights, so the seed decides them.
         expected_names: the exact set of exported names, where it is known.
+        refused_model: a model section that the engine refuses to build; None where it takes everything.
         dropout_model: additions to ``model`` that make it drop activations; None where no model of the backend can.
     """
 
@@ -40,6 +42,7 @@ class TrainConformance(GradientConformance, OptimizerConformance, ReaderConforma
     state_tolerance: ClassVar[float] = 0.0
     random_init: ClassVar[bool] = True
     expected_names: ClassVar[frozenset[str]] = frozenset()
+    refused_model: ClassVar[Mapping[str, Any] | None] = {"path": "/no/such/model"}
 
     def test_build_reports_mesh_and_model(self, build: Build) -> None:
         """The mesh places this rank among the others; the model's size is that of its weights."""
@@ -77,3 +80,17 @@ class TrainConformance(GradientConformance, OptimizerConformance, ReaderConforma
         assert float((a - b).abs().max()) <= self.log_prob_tolerance
         with pytest.raises((RlctlError, AssertionError)):
             frozen.optimizer_step()
+
+    def test_a_refused_build_leaves_other_engines_alone(self, build: Build) -> None:
+        """What an engine took goes back when it refuses its model; not what others still use."""
+        if self.refused_model is None:
+            pytest.skip("this engine refuses no model")
+        batch = rows(self.vocab_size)
+        sound = build()
+        before = sound.infer_batch(batch, WHOLE)["log_probs"]
+        refused = self.make_engine()
+        with pytest.raises(RlctlError):
+            self.build_engine(refused, self.refused_model)
+        refused.shutdown()
+        assert bool((sound.infer_batch(batch, WHOLE)["log_probs"] == before).all())
+        sound.train_batch(batch, cross_entropy, WHOLE)

@@ -349,7 +349,9 @@ class FSDPEngine:
     def rlctl_shutdown(self) -> bool:
         """See :class:`rlctl.hookspecs.EngineSpecs`."""
         self._root = self._stepper = None
-        place.leave(self._place)
+        # Once: another engine of the process may have made a group of its own since.
+        left, self._place = self._place, place.Place(torch.device("cpu"), None, False)
+        place.leave(left)
         return True
 
     def _built(self) -> Root:
