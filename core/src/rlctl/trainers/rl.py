@@ -22,9 +22,10 @@ from rlctl.roles.budget import SkipBudget
 from rlctl.roles.reference import ReferenceRole
 from rlctl.roles.rollout import RolloutRole
 from rlctl.roles.teacher import TeacherRole, teacher_of
-from rlctl.trainers.evaluation import ScoredRollout, length_metrics, score_completions, validate
+from rlctl.trainers.evaluation import ScoredRollout, length_metrics, score_completions, validate, watch_rows
 from rlctl.trainers.setup import Context
 from rlctl.trainers.teachers import held_out_kl
+from rlctl.trainers.trainer import Assessment
 
 
 @dataclass
@@ -66,10 +67,31 @@ class RLTrainer:
     val_rows: Sequence[Row]
     teacher: TeacherRole | None = None
     checked_all_rows: bool = False
+    watched: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def budget(self) -> SkipBudget:
         return self.actor.budget
+
+    # ---- what the runner calls --------------------------------------------------------------------------------
+    def begin(self) -> dict[str, Any]:
+        """See :class:`rlctl.trainers.trainer.Trainer`."""
+        return {"weight_sync": self.rollout.sync(self.actor.engine).how}
+
+    def advance(self, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """See :class:`rlctl.trainers.trainer.Trainer`."""
+        metrics, rollout = self.step(step)
+        return metrics, rollout.samples(step, "train", self.context.config.trainer.rollout_samples, self.encoder)
+
+    def assess(self, step: int) -> Assessment:
+        """See :class:`rlctl.trainers.trainer.Trainer`."""
+        metrics, parts = self.validate()
+        # The same rows each time, so that a report can set early and late side by side.
+        self.watched = self.watched or watch_rows(parts, self.context.config.trainer.rollout_samples)
+        samples: list[dict[str, Any]] = []
+        for p, part in enumerate(parts):
+            samples += part.records(step, "val", [i for q, i in self.watched if q == p], self.encoder)
+        return Assessment(metrics, metrics["val/score/mean"], samples)
 
     # ---- one step ---------------------------------------------------------------------------------------------
     def step(self, step: int) -> tuple[dict[str, float], ScoredRollout]:

@@ -21,29 +21,18 @@ from rlctl.checkpoint import (
     save_checkpoint,
 )
 from rlctl.config.load import ResolvedConfig
-from rlctl.data.lengths import fit_rows
-from rlctl.data.prompts import PromptEncoder
-from rlctl.data.rewards import build_reward
-from rlctl.data.rows import load_rows
-from rlctl.data.sampler import BatchSampler
-from rlctl.data.tokenizer import load_tokenizer
 from rlctl.errors import CheckpointError, RlctlError
 from rlctl.interrupts import shielded
-from rlctl.manifest import build_manifest, filtered_sampling
+from rlctl.manifest import build_manifest
 from rlctl.plugins import PluginSet
-from rlctl.roles.actor import ActorRole
-from rlctl.roles.budget import NonFiniteStepsError, SkipBudget
-from rlctl.roles.reference import ReferenceRole
-from rlctl.roles.rollout import RolloutRole
+from rlctl.roles.budget import NonFiniteStepsError
 from rlctl.rundir import RunDirectory
 from rlctl.runtime.remote import RemoteEngine
 from rlctl.tracking import build_tracker
 from rlctl.tracking.reporter import Reporter
-from rlctl.trainers import setup, teachers
-from rlctl.trainers.evaluation import watch_rows
-from rlctl.trainers.rl import RLTrainer
-from rlctl.trainers.sft import SFTTrainer
-from rlctl.trainers.warm_start import trained_model, warm_start
+from rlctl.trainers import setup
+from rlctl.trainers.build import build, prepare
+from rlctl.trainers.trainer import Trainer
 
 
 @dataclass
@@ -85,7 +74,6 @@ class Runner:
         self.engines: dict[str, RemoteEngine] = {}
         self.closing = ExitStack()
         self.best: tuple[float, int] | None = None
-        self.watched: list[tuple[int, int]] = []
 
     def _open_run(self, run_dir: Path | None, resume: Path | None) -> RunDirectory:
         if resume is not None:
@@ -103,93 +91,13 @@ class Runner:
         return RunDirectory.create(None, setup.run_name(self.resolved), text, manifest)
 
     # ---- building ---------------------------------------------------------------------------------------------
-    def _build(self) -> RLTrainer | SFTTrainer:
-        config, context = self.config, self.context
-        with self.reporter.phase("start-up", None):
-            model = setup.prepare_model(context)
-            setup.check_roles(context, model)
-            tokenizer = load_tokenizer(model)
-            teacher_models = teachers.find_teachers(context, tokenizer)
-            encoder = PromptEncoder(tokenizer, config.data)
-            train_rows, val_rows = load_rows(config.data, "train"), load_rows(config.data, "val")
-            teachers.require_teachers([*train_rows, *val_rows], config, list(teacher_models))
-        sft = config.trainer.type == "sft"
-        with self.reporter.phase("encoding rows", None):
-            train_rows = fit_rows(train_rows, encoder, config.data, sft=sft)
-            val_rows = fit_rows(val_rows, encoder, config.data, sft=sft)
-        sampler = BatchSampler(len(train_rows), config.data.train_batch_size, config.data.shuffle, config.trainer.seed)
-        self.tokenizer, self.model = tokenizer, model
-        self.total_steps = setup.schedule_length(config, len(train_rows))
+    def _build(self) -> Trainer:
+        prepared = prepare(self.context)
+        self.total_steps = prepared.total_steps
         self.checkpoint = self._find_checkpoint() if self.resuming else None
-        longest = config.data.max_prompt_length + config.data.max_response_length
-        plan = setup.token_plan(config.actor, config)
-        if sft:
-            optim = setup.with_schedule(config.actor.optim, self.total_steps)
-            engine = setup.build_train_engine(context, config.actor, model, name="actor", optim=optim)
-            self.engines["actor"] = engine
-            budget = SkipBudget(config.guards.nonfinite_step_budget)
-            return SFTTrainer(context, engine, plan, encoder, sampler, train_rows, val_rows, longest, budget)
-        scorer = build_reward(config.reward, self.plugins, self.resolved.base_dir)
-        self.closing.callback(scorer.close)
-        teacher_models = teachers.train_teacher(
-            context, teacher_models, encoder, scorer, train_rows, val_rows, self.run.path / "teacher"
-        )
-        if config.warm_start is not None:
-            started = self.run.path / "warm_start"
-            if self.resuming and (started / "export").is_dir():
-                model = trained_model(model, started)
-            else:
-                model = warm_start(context, model, encoder, scorer, train_rows, val_rows, started)
-            self.model = model
-        mini = config.actor.ppo_mini_batch_size or config.data.train_batch_size
-        updates = self.total_steps * config.actor.ppo_epochs * (config.data.train_batch_size // mini)
-        optim = setup.with_schedule(config.actor.optim, updates)
-        actor = setup.build_train_engine(context, config.actor, model, name="actor", optim=optim)
-        rollout = setup.build_rollout_engine(context, model)
-        self.engines |= {"actor": actor, "rollout": rollout}
-        reference: ReferenceRole | None = None
-        if config.actor.use_kl_loss:
-            ref = config.ref
-            engine = setup.build_train_engine(
-                context,
-                ref,
-                model,
-                name="ref",
-                optim=None,
-                backend=ref.backend or config.actor.backend,
-                engine_section=ref.engine or config.actor.engine,
-            )
-            self.engines["ref"] = engine
-            reference = ReferenceRole(engine, setup.token_plan(ref, config))
-        teacher = teachers.build_teachers(context, teacher_models, actor)
-        if teacher is not None:
-            self.engines |= {teachers.engine_name(name): engine for name, engine in teacher.engines.items()}
-        # Filters change the sampling distribution, so its probabilities are not the trainer's and cannot be compared.
-        guards = config.guards
-        filtered = filtered_sampling(config.rollout)
-        if guards.rollout_logprob_check and filtered:
-            self.reporter.message(f"guards.rollout_logprob_check cannot look: {filtered}")
-        actor_role = ActorRole(
-            actor,
-            config.actor,
-            plan,
-            config.data.max_response_length,
-            SkipBudget(guards.nonfinite_step_budget),
-            check_rollout=guards.rollout_logprob_check and not filtered,
-            distillation=config.distillation,
-        )
-        rollout_role = RolloutRole(
-            rollout,
-            config.rollout,
-            config.data.max_response_length,
-            stop_token_ids=encoder.stop_token_ids,
-            verify_sync=guards.weight_fingerprint,
-            dtype=setup.copy_dtype(config),
-            transfer=setup.transfer(config),
-        )
-        return RLTrainer(
-            context, actor_role, rollout_role, reference, encoder, scorer, sampler, train_rows, val_rows, teacher
-        )
+        built = build(prepared, self.run.path, resuming=self.resuming, closing=self.closing)
+        self.engines, self.model = built.engines, built.model
+        return built.trainer
 
     # ---- the run ----------------------------------------------------------------------------------------------
     def execute(self) -> RunResult:
@@ -251,7 +159,7 @@ class Runner:
             # A full disk; the first error is the one to show.
             self.reporter.message(f"how the run ended could not be written: {second}")
 
-    def _loop(self, trainer: RLTrainer | SFTTrainer, result: RunResult) -> None:
+    def _loop(self, trainer: Trainer, result: RunResult) -> None:
         cfg = self.config.trainer
         start = result.steps = self._resume(trainer) if self.resuming else 0
         self.run.update_manifest(
@@ -266,9 +174,8 @@ class Runner:
             cfg.logger, self.run.path, plain, self.plugins, resume_step=resume_step, reporter=self.reporter
         )
         try:
-            if isinstance(trainer, RLTrainer):
-                how = trainer.rollout.sync(trainer.actor.engine).how
-                self.run.update_manifest(runtime={**self.context.pools.describe(), "weight_sync": how})
+            if facts := trainer.begin():
+                self.run.update_manifest(runtime={**self.context.pools.describe(), **facts})
             if start == 0 and cfg.val_before_train and trainer.val_rows:
                 tracker.log(self._validate(trainer, 0, result) | {"training/global_step": 0.0}, 0)
             for step in range(start + 1, self.total_steps + 1):
@@ -291,40 +198,29 @@ class Runner:
         result.best_step = self.best[1] if self.best else None
         self.run.finish("done", last_step=result.steps)
 
-    def _step(self, trainer: RLTrainer | SFTTrainer, step: int) -> dict[str, float]:
-        if isinstance(trainer, SFTTrainer):
-            return trainer.step(step)
-        metrics, rollout = trainer.step(step)
-        limit = self.config.trainer.rollout_samples
-        self.run.write_samples(rollout.samples(step, "train", limit, trainer.encoder))
+    def _step(self, trainer: Trainer, step: int) -> dict[str, float]:
+        metrics, samples = trainer.advance(step)
+        if samples:
+            self.run.write_samples(samples)
         return metrics
 
     # ---- validation, saving, resuming -------------------------------------------------------------------------
-    def _validate(self, trainer: RLTrainer | SFTTrainer, step: int, result: RunResult) -> dict[str, float]:
-        if isinstance(trainer, SFTTrainer):
-            metrics = trainer.validate()
-            score = -metrics["val/loss"]
-        else:
-            metrics, parts = trainer.validate()
-            limit = self.config.trainer.rollout_samples
-            # The same rows each time, so that a report can set early and late side by side.
-            self.watched = self.watched or watch_rows(parts, limit)
-            for p, part in enumerate(parts):
-                picks = [i for q, i in self.watched if q == p]
-                self.run.write_samples(part.records(step, "val", picks, trainer.encoder))
-            score = metrics["val/score/mean"]
-        result.validation.append((step, metrics))
-        better = math.isfinite(score) and (self.best is None or score > self.best[0])
+    def _validate(self, trainer: Trainer, step: int, result: RunResult) -> dict[str, float]:
+        found = trainer.assess(step)
+        if found.samples:
+            self.run.write_samples(found.samples)
+        result.validation.append((step, found.metrics))
+        better = math.isfinite(found.score) and (self.best is None or found.score > self.best[0])
         if step > 0 and self.config.trainer.save_best and better:
-            self.best = (score, step)
+            self.best = (found.score, step)
             self._export(self.run.best)
-            self.run.update_manifest(best={"step": step, **metrics})
-        return metrics
+            self.run.update_manifest(best={"step": step, **found.metrics})
+        return found.metrics
 
     def _export(self, dest: Path) -> None:
         self.engines["actor"].export_directory(dest.absolute(), self.model)
 
-    def _save(self, trainer: RLTrainer | SFTTrainer, step: int) -> None:
+    def _save(self, trainer: Trainer, step: int) -> None:
         state = {"step": step, "trainer": trainer.state_dict(), "best": list(self.best) if self.best else None}
         with self.reporter.phase("saving", None):
             save_checkpoint(self.run, step, self.engines["actor"], state, self.config.trainer.max_ckpt_to_keep)
@@ -353,7 +249,7 @@ class Runner:
             )
         return checkpoint
 
-    def _resume(self, trainer: RLTrainer | SFTTrainer) -> int:
+    def _resume(self, trainer: Trainer) -> int:
         """Load the checkpoint, and take the directory back to its step. Returns the step."""
         step = 0
         if self.checkpoint is None:

@@ -19,6 +19,7 @@ from rlctl.microbatch import MicroBatchPlan
 from rlctl.roles.budget import SkipBudget
 from rlctl.runtime.remote import RemoteEngine
 from rlctl.trainers.setup import Context
+from rlctl.trainers.trainer import Assessment
 
 
 @dataclass
@@ -61,6 +62,19 @@ class SFTTrainer:
         if not ids:
             raise DataError("no row of the batch fits the length limit", wanted=f"at most {self.max_length} tokens")
         return pack({"input_ids": ids, "loss_mask": mask}, dtypes={"input_ids": torch.long, "loss_mask": torch.bool})
+
+    def begin(self) -> dict[str, Any]:
+        """See :class:`rlctl.trainers.trainer.Trainer`."""
+        return {}
+
+    def advance(self, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """See :class:`rlctl.trainers.trainer.Trainer`."""
+        return self.step(step), []
+
+    def assess(self, step: int) -> Assessment:
+        """See :class:`rlctl.trainers.trainer.Trainer`."""
+        metrics = self.validate()
+        return Assessment(metrics, -metrics["val/loss"])
 
     def step(self, step: int) -> dict[str, float]:
         """One optimizer step; ``step`` counts from 1.

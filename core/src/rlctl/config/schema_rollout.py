@@ -1,0 +1,40 @@
+"""The ``rollout`` section. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from rlctl.config.base import Count, CountOrZero, Strict
+from rlctl.config.schema_model import ParallelConfig
+from rlctl.config.schema_runtime import MAIN_POOL
+
+
+class ValSampling(Strict):
+    """How validation samples; the default is greedy."""
+
+    n: Count = Field(default=1, description="Samples a prompt.")
+    temperature: float = Field(default=0.0, ge=0, description="0 is greedy.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Share of the probability that is kept; 1: all.")
+    top_k: CountOrZero = Field(default=0, description="Most likely tokens that are kept; 0: all.")
+
+
+class RolloutConfig(Strict):
+    """Generation."""
+
+    backend: str = Field(default="hf", description="Rollout backend; rlctl plugins lists them.")
+    engine: dict[str, Any] = Field(default_factory=dict, description="The backend's own section.")
+    parallel: ParallelConfig = Field(
+        default_factory=ParallelConfig, description="Sizes of the parallel axes; ranks that they leave are replicas."
+    )
+    pool: str = Field(default=MAIN_POOL, description="Pool of processes where it lives (runtime.pools).")
+    n: Count = Field(default=8, description="Samples a prompt.")
+    temperature: float = Field(default=1.0, gt=0, description="Sampling temperature.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Share of the probability that is kept; 1: all.")
+    top_k: CountOrZero = Field(default=0, description="Most likely tokens that are kept; 0: all.")
+    stop: tuple[str, ...] = Field(default=(), description="Texts that end a sample.")
+    share_weights: bool = Field(
+        default=True, description="Generate from the training module itself where both live in one process (no copy)."
+    )
+    val_kwargs: ValSampling = Field(default_factory=ValSampling, description="How validation samples.")

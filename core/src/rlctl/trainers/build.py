@@ -1,0 +1,193 @@
+"""From a context to a trainer over built roles: data first, then models, so that a fault of data costs no start-up."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlctl.config.schema import ModelConfig
+from rlctl.data.lengths import fit_rows
+from rlctl.data.prompts import PromptEncoder
+from rlctl.data.rewards import build_reward
+from rlctl.data.rows import Row, load_rows
+from rlctl.data.sampler import BatchSampler
+from rlctl.data.tokenizer import load_tokenizer
+from rlctl.manifest import filtered_sampling
+from rlctl.roles.actor import ActorRole
+from rlctl.roles.budget import SkipBudget
+from rlctl.roles.reference import ReferenceRole
+from rlctl.roles.rollout import RolloutRole
+from rlctl.runtime.remote import RemoteEngine
+from rlctl.trainers import setup, teachers
+from rlctl.trainers.rl import RLTrainer
+from rlctl.trainers.sft import SFTTrainer
+from rlctl.trainers.trainer import Trainer
+from rlctl.trainers.warm_start import trained_model, warm_start
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass
+class Prepared:
+    """What a run has before its first engine.
+
+    Args:
+        model: the section that loads the weights from which training starts.
+        total_steps: global steps of the whole run.
+        teachers: name to model of each teacher.
+    """
+
+    context: setup.Context
+    model: ModelConfig
+    tokenizer: PreTrainedTokenizerBase
+    encoder: PromptEncoder
+    train_rows: list[Row]
+    val_rows: list[Row]
+    sampler: BatchSampler
+    total_steps: int
+    teachers: dict[str, ModelConfig] = field(default_factory=dict)
+
+
+@dataclass
+class Built:
+    """A trainer, its engines by role, and the model section that its exports are described by."""
+
+    trainer: Trainer
+    engines: dict[str, RemoteEngine]
+    model: ModelConfig
+
+
+def prepare(context: setup.Context) -> Prepared:
+    """Find model, tokenizer and rows, and check the roles against them.
+
+    Raises:
+        RlctlError: something is missing, or does not fit; no process was started.
+    """
+    config, reporter = context.config, context.reporter
+    with reporter.phase("start-up", None):
+        model = setup.prepare_model(context)
+        setup.check_roles(context, model)
+        tokenizer = load_tokenizer(model)
+        teacher_models = teachers.find_teachers(context, tokenizer)
+        encoder = PromptEncoder(tokenizer, config.data)
+        train_rows, val_rows = load_rows(config.data, "train"), load_rows(config.data, "val")
+        teachers.require_teachers([*train_rows, *val_rows], config, list(teacher_models))
+    sft = config.trainer.type == "sft"
+    with reporter.phase("encoding rows", None):
+        train_rows = fit_rows(train_rows, encoder, config.data, sft=sft)
+        val_rows = fit_rows(val_rows, encoder, config.data, sft=sft)
+    sampler = BatchSampler(len(train_rows), config.data.train_batch_size, config.data.shuffle, config.trainer.seed)
+    steps = setup.schedule_length(config, len(train_rows))
+    return Prepared(context, model, tokenizer, encoder, train_rows, val_rows, sampler, steps, teacher_models)
+
+
+def build(prepared: Prepared, run_dir: Path, *, resuming: bool, closing: ExitStack) -> Built:
+    """Start the processes and build the engines of every role.
+
+    Args:
+        run_dir: what is trained before the run itself (teacher, warm start) is kept there.
+        resuming: take what was trained before the run from ``run_dir``, where it is.
+        closing: what must be closed when the run ends is pushed here.
+    """
+    if prepared.context.config.trainer.type == "sft":
+        return _build_sft(prepared)
+    return _build_rl(prepared, run_dir, resuming=resuming, closing=closing)
+
+
+def _build_sft(p: Prepared) -> Built:
+    config = p.context.config
+    optim = setup.with_schedule(config.actor.optim, p.total_steps)
+    engine = setup.build_train_engine(p.context, config.actor, p.model, name="actor", optim=optim)
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    plan, budget = setup.token_plan(config.actor, config), SkipBudget(config.guards.nonfinite_step_budget)
+    trainer = SFTTrainer(p.context, engine, plan, p.encoder, p.sampler, p.train_rows, p.val_rows, longest, budget)
+    return Built(trainer, {"actor": engine}, p.model)
+
+
+def _build_rl(p: Prepared, run_dir: Path, *, resuming: bool, closing: ExitStack) -> Built:
+    config, context, model = p.context.config, p.context, p.model
+    scorer = build_reward(config.reward, context.plugins, context.resolved.base_dir)
+    closing.callback(scorer.close)
+    teacher_models = teachers.train_teacher(
+        context, p.teachers, p.encoder, scorer, p.train_rows, p.val_rows, run_dir / "teacher"
+    )
+    if config.warm_start is not None:
+        started = run_dir / "warm_start"
+        if resuming and (started / "export").is_dir():
+            model = trained_model(model, started)
+        else:
+            model = warm_start(context, model, p.encoder, scorer, p.train_rows, p.val_rows, started)
+    mini = config.actor.ppo_mini_batch_size or config.data.train_batch_size
+    updates = p.total_steps * config.actor.ppo_epochs * (config.data.train_batch_size // mini)
+    optim = setup.with_schedule(config.actor.optim, updates)
+    actor = setup.build_train_engine(context, config.actor, model, name="actor", optim=optim)
+    rollout = setup.build_rollout_engine(context, model)
+    engines = {"actor": actor, "rollout": rollout}
+    reference = _build_reference(context, model)
+    if reference is not None:
+        engines["ref"] = reference.engine
+    teacher = teachers.build_teachers(context, teacher_models, actor)
+    if teacher is not None:
+        engines |= {teachers.engine_name(name): engine for name, engine in teacher.engines.items()}
+    trainer = RLTrainer(
+        context,
+        _actor_role(context, actor),
+        _rollout_role(p, rollout),
+        reference,
+        p.encoder,
+        scorer,
+        p.sampler,
+        p.train_rows,
+        p.val_rows,
+        teacher,
+    )
+    return Built(trainer, engines, model)
+
+
+def _build_reference(context: setup.Context, model: ModelConfig) -> ReferenceRole | None:
+    config, ref = context.config, context.config.ref
+    if not config.actor.use_kl_loss:
+        return None
+    engine = setup.build_train_engine(
+        context,
+        ref,
+        model,
+        name="ref",
+        optim=None,
+        backend=ref.backend or config.actor.backend,
+        engine_section=ref.engine or config.actor.engine,
+    )
+    return ReferenceRole(engine, setup.token_plan(ref, config))
+
+
+def _actor_role(context: setup.Context, engine: RemoteEngine) -> ActorRole:
+    config, guards = context.config, context.config.guards
+    # Filters change the sampling distribution, so its probabilities are not the trainer's and cannot be compared.
+    filtered = filtered_sampling(config.rollout)
+    if guards.rollout_logprob_check and filtered:
+        context.reporter.message(f"guards.rollout_logprob_check cannot look: {filtered}")
+    return ActorRole(
+        engine,
+        config.actor,
+        setup.token_plan(config.actor, config),
+        config.data.max_response_length,
+        SkipBudget(guards.nonfinite_step_budget),
+        check_rollout=guards.rollout_logprob_check and not filtered,
+        distillation=config.distillation,
+    )
+
+
+def _rollout_role(p: Prepared, engine: RemoteEngine) -> RolloutRole:
+    config = p.context.config
+    return RolloutRole(
+        engine,
+        config.rollout,
+        config.data.max_response_length,
+        stop_token_ids=p.encoder.stop_token_ids,
+        verify_sync=config.guards.weight_fingerprint,
+        dtype=setup.copy_dtype(config),
+        transfer=setup.transfer(config),
+    )
