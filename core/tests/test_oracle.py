@@ -154,6 +154,12 @@ def test_optimal_token_baseline_by_hand() -> None:
         eps=0.0,
     )
     assert close(found[0], [[0.2, 0.0], [-0.8]])
+    # W accumulates. Row 0 as before with reward 3; row 1: pi 0.5, then 1 (a step of 0): W = 0.5, 0.5, reward 0.
+    # t = 0: B = 3 * 0.5 / 1 = 1.5. t = 1: B = 3 * 1 / 1.5 = 2.
+    found = token_advantages.optimal_token_baseline(
+        [[0, 3], [0, 0]], [[True, True]] * 2, [0, 0], [[half, half], [half, 0.0]], [[0.5, 0.5], [0.5, 1.0]], eps=0.0
+    )
+    assert close(found[0], [[1.5, 1.0], [-1.5, -2.0]])
     # Alone: no baseline.
     found = token_advantages.optimal_token_baseline([[0, 1]], [[True, True]], [0], [[half, half]], [[0.5, 0.5]])
     assert found[0] == [[1, 1]]

@@ -46,8 +46,9 @@ def test_vanilla_by_hand() -> None:
     assert found[-LOG2, -2.0] == pair(1.6, 0)  # r = 0.5: min(-1, -1.6), clipped
     assert found[2 * LOG2, -2.0] == pair(6, 0)  # r = 4: 8, but dual clip 3 * 2
     assert of_one(policy_losses.vanilla, 2 * LOG2, -2.0, dual_clip=None) == pair(8, 8)
-    # A bound on the log ratio: e^1 instead of e^3, and no gradient.
-    assert of_one(policy_losses.vanilla, 3.0, -1.0, dual_clip=None, log_ratio_bound=1.0) == pair(E, 0)
+    # A bound on the log ratio: e^1 instead of e^1.5, and no gradient; within it nothing changes.
+    assert of_one(policy_losses.vanilla, 1.5, -1.0, dual_clip=None, log_ratio_bound=1.0) == pair(E, 0)
+    assert of_one(policy_losses.vanilla, 1.0, -1.0, dual_clip=None, log_ratio_bound=1.5) == pair(E, E)
 
 
 def test_cispo_by_hand() -> None:
@@ -140,6 +141,9 @@ def test_geo_mean_by_hand() -> None:
     loss = aggregation.aggregate(terms, [[True, True]], "seq-mean-token-mean")
     assert value(loss) == pytest.approx(2 * math.exp(0.3))
     assert gradients(loss, rows)[0] == pytest.approx([math.exp(0.3), 0])
+    # With the second token masked its mean is 1, of one token.
+    terms = sequence_losses.geo_mean(rows, [[-2.0, -2.0]], [[-2.0, 0.0]], [[True, False]])
+    assert floats(terms)[0] == pytest.approx([2 * E, 0])
 
 
 def test_covariances_by_hand() -> None:
@@ -170,9 +174,8 @@ def test_kl_cov_by_hand() -> None:
     # As above, covariances -log2/3, log2/3, 0: the highest third is the second token.
     masks, old = [[True, True, True]], [[-1.0, -1.5, -1.0]]
     rows = leaves([[-1.0, -1.0, -1.0 + LOG2]])
-    settings = {"share": 0.34, "kl_coef": 10.0}
     assert covariance_losses.kl_cov_chosen(rows, [[2.0, 0.0, 1.0]], masks, 0.34) == {(0, 1)}
-    terms = covariance_losses.kl_cov(rows, old, [[2.0, 0.0, 1.0]], masks, **settings)
+    terms = covariance_losses.kl_cov(rows, old, [[2.0, 0.0, 1.0]], masks, share=0.34, kl_coef=10.0)
     # -r A = -2, 0, -2; the second gets 10 * |-1 + 1.5| = 5 with gradient 10.
     assert floats(terms)[0] == pytest.approx([-2, 5, -2])
     total = terms[0][0] + terms[0][1] + terms[0][2]
@@ -301,7 +304,7 @@ def test_gradients_are_the_derivatives_of_the_values(name: str) -> None:
 
 def test_gspo_has_the_gradient_of_the_sequence_form() -> None:
     """For one advantage a row: the seq-mean-token-mean of the terms against -min(s A, clip(s) A) of eq. 5."""
-    bounds = {"clip_low": 0.2, "clip_high": 0.3}
+    bounds: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3}
     for batch in CASES:
         per_row = [round(i - len(batch.masks) / 2) + 0.5 for i in range(len(batch.masks))]
         per_token = [[of_row] * len(mask) for of_row, mask in zip(per_row, batch.masks, strict=True)]
@@ -326,7 +329,7 @@ def test_on_policy_all_losses_have_the_policy_gradient() -> None:
     """Where log_probs are the old ones the gradient of each term is -A at its token, whatever the method."""
     for batch in CASES[:20]:
         given = (batch.old_log_probs, batch.advantages, batch.masks)
-        for loss, settings in (
+        methods: list[tuple[Callable[..., Any], dict[str, Any]]] = [
             (policy_losses.vanilla, {}),
             (policy_losses.cispo, {}),
             (policy_losses.sapo, {}),
@@ -335,7 +338,8 @@ def test_on_policy_all_losses_have_the_policy_gradient() -> None:
             (sequence_losses.gspo, {}),
             (covariance_losses.clip_cov, {"chosen": ()}),
             (covariance_losses.kl_cov, {"chosen": (), "share": 0.0, "kl_coef": 1.0}),
-        ):
+        ]
+        for loss, settings in methods:
             rows = leaves(batch.old_log_probs)
             terms = loss(rows, *given, **settings)
             found = gradients(aggregation.aggregate(terms, batch.masks, "token-sum"), rows)

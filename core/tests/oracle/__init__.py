@@ -1,7 +1,7 @@
 """Reference implementations of the algorithms, written from the papers' equations as plain loops in float64.
 
 They are slow on purpose, share nothing with ``rlctl.algorithms`` (whose authors did not write them), and are what the
-fast versions are compared with. ``core/tests/test_oracle.py`` checks them against hand-computed numbers.
+fast versions are compared with. ``core/tests/test_oracle*.py`` check them against hand-computed numbers.
 
 What goes in
 ------------

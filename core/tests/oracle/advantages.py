@@ -47,7 +47,7 @@ def grpo(
 
 
 def dr_grpo(rewards: Sequence[float], masks: Masks, groups: Groups) -> list[list[float]]:
-    """Dr. GRPO, "Understanding R1-Zero-Like Training" (Liu et al. 2025, arXiv:2503.20783), section 3.2: A_i = r_i - mean(r).
+    """Dr. GRPO, "Understanding R1-Zero-Like Training" (Liu et al. 2025, arXiv:2503.20783): A_i = r_i - mean(r).
 
     Its loss goes with the aggregation seq-mean-token-sum-norm. A group of one keeps its reward (mean 0).
     """
@@ -57,7 +57,8 @@ def dr_grpo(rewards: Sequence[float], masks: Masks, groups: Groups) -> list[list
 def grpo_passk(
     rewards: Sequence[float], masks: Masks, groups: Groups, *, norm_by_std: bool = True, eps: float = 1e-6
 ) -> list[list[float]]:
-    """Pass@k with k the group's size, "Pass@K Policy Optimization" (Walder and Karkhanis 2025, arXiv:2505.15201), k = n.
+    """Pass@k with k the group's size, "Optimizing Language Models for Inference Time Objectives using RL" (Tang et al.
+    2025, arXiv:2503.19595), its leave-one-out estimator; also PKPO (arXiv:2505.15201) for k = n.
 
     Leaving a row out changes the maximum of its group only if it is the best row, and then by r_max - r_second: that
     row gets the difference, the others 0. Ties for the best: the difference is 0, so all get 0. With ``norm_by_std``
@@ -76,7 +77,7 @@ def grpo_passk(
 
 
 def rloo(rewards: Sequence[float], masks: Masks, groups: Groups) -> list[list[float]]:
-    """RLOO, "Back to Basics" (Ahmadian et al. 2024, arXiv:2402.14740), section 3.2: r_i minus the mean of the others.
+    """RLOO, "Back to Basics" (Ahmadian et al. 2024, arXiv:2402.14740): r_i minus the mean of the others.
 
     A group of one has no others: baseline 0, the reward itself is the advantage (verl).
     """
@@ -99,7 +100,7 @@ def reinforce_plus_plus_baseline(
 
 
 def opo(rewards: Sequence[float], masks: Masks, groups: Groups) -> list[list[float]]:
-    """OPO, "On-Policy RL with Optimal Reward Baseline" (Hao et al. 2025, arXiv:2505.23585), eq. of section 3.2.
+    """OPO, "On-Policy RL with Optimal Reward Baseline" (Hao et al. 2025, arXiv:2505.23585).
 
     b = sum_i l_i r_i / sum_i l_i over the group; A_i = r_i - b. The length l_i is the number of unmasked tokens. A
     group of one has baseline 0, as in verl (else its advantage would always be 0). A group without any unmasked token
@@ -153,7 +154,7 @@ def gdpo(
     group_eps: float = 1e-6,
     eps: float = 1e-8,
 ) -> list[list[float]]:
-    """GDPO (Liu et al. 2026, arXiv:2601.05242), eqs. of section 3: each reward is normalised in its group on its own.
+    """GDPO (Liu et al. 2026, arXiv:2601.05242): each reward is normalised in its group on its own.
 
     ``components[k][row]``: the k-th reward. A_i = whiten(sum_k w_k (r_ki - mean_k) / (std_k + group_eps)); weights
     default to 1. The paper normalises over the batch's rows; taken: over unmasked tokens, as verl documents ("the

@@ -22,7 +22,7 @@ def weights(masks: Masks, mode: str, *, norm: float | None = None) -> list[list[
     token-sum                1
     seq-mean-token-sum       1 / S            REINFORCE: a row's log-prob is the sum over its tokens
     seq-mean-token-mean      1 / (S n_i)      GRPO (Shao et al. 2024, arXiv:2402.03300, eq. 3)
-    seq-mean-token-sum-norm  1 / (S norm)     Dr. GRPO (Liu et al. 2025, arXiv:2503.20783, listing 1): one constant
+    seq-mean-token-sum-norm  1 / (S norm)     Dr. GRPO (Liu et al. 2025, arXiv:2503.20783): one constant
                                               ``norm`` instead of the row's length, e.g. max_response_length
 
     For the last, releases of verl differ in whether they divide by S; taken: they do, as the name and the paper say.

@@ -14,7 +14,7 @@ Tokens = Collection[tuple[int, int]]
 
 
 def covariances(log_probs: Rows, advantages: Floats, masks: Masks) -> dict[tuple[int, int], float]:
-    """Eq. 9: (log pi_t - mean log pi) (A_t - mean A) of each unmasked token; the means are over the batch's."""
+    """(log pi_t - mean log pi) (A_t - mean A) of each unmasked token; the means are over the batch's."""
     values = floats(log_probs)
     log_prob_mean = mean(unmasked(values, masks) or [0.0])
     advantage_mean = mean(unmasked(advantages, masks) or [0.0])
@@ -38,7 +38,7 @@ def clip_cov_candidates(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> set[tuple[int, int]]:
-    """Eq. 10: the tokens that may be chosen: covariance strictly within (cov_low, cov_high), and not clipped by PPO
+    """The tokens that may be chosen: covariance strictly within (cov_low, cov_high), and not clipped by PPO
     already (verl's addition: they have no gradient to take away)."""
     found = set()
     for (row, token), covariance in covariances(log_probs, advantages, masks).items():
@@ -66,7 +66,7 @@ def clip_cov(
     clip_high: float = 0.2,
     log_ratio_bound: float | None = None,
 ) -> Terms:
-    """Clip-Cov, eq. 11: a chosen token gives 0, value and gradient; the others PPO's clipped loss (no dual clip).
+    """Clip-Cov: a chosen token gives 0, value and gradient; the others PPO's clipped loss (no dual clip).
 
     The choice is random in the paper and so is given here. The paper writes the plain -r A for the others; taken:
     with PPO's clip, as verl (clip bounds of infinity give the plain form).
@@ -85,7 +85,7 @@ def clip_cov(
 
 
 def kl_cov_chosen(log_probs: Rows, advantages: Floats, masks: Masks, share: float) -> set[tuple[int, int]]:
-    """Eq. 12: the share of unmasked tokens with the highest covariance, rounded down, at least 1 (if there is one).
+    """The share of unmasked tokens with the highest covariance, rounded down, at least 1 (if there is one).
 
     Equal covariances: the earlier token of the batch. (What a fast version does there is its own affair: ``cases`` has
     no such ties at the edge except by accident of equal advantages and log-probs.)
@@ -106,7 +106,7 @@ def kl_cov(
     chosen: Tokens | None = None,
     log_ratio_bound: float | None = None,
 ) -> Terms:
-    """KL-Cov, eq. 13: -r A at every token, plus kl_coef |log pi - log pi_old| at the chosen ones. No clip.
+    """KL-Cov: -r A at every token, plus kl_coef |log pi - log pi_old| at the chosen ones. No clip.
 
     The paper writes KL(pi_old || pi); the absolute log ratio is the estimate of it that verl uses. ``chosen`` defaults
     to ``kl_cov_chosen``.

@@ -115,7 +115,7 @@ class FixedController:
 
 @dataclass
 class AdaptiveController:
-    """Ziegler et al. 2019 (arXiv:1909.08593), section 2.2: a proportional controller in log space.
+    """Ziegler et al. 2019 (arXiv:1909.08593): a proportional controller in log space.
 
     e = clip(KL / target - 1, -0.2, 0.2);  coef <- coef (1 + K e), K = n_steps / horizon. The paper's K = 0.1 a batch;
     implementations write it as rows of the batch over a horizon in rows. ``n_steps``: rows since the last update.

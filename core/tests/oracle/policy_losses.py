@@ -56,7 +56,7 @@ def vanilla(
     log_ratio_bound: float | None = None,
 ) -> Terms:
     """PPO's clipped surrogate (Schulman et al. 2017, arXiv:1707.06347, eq. 7), dual clip (Ye et al. 2020,
-    arXiv:1912.09729, eq. 4), and apart lower and upper bounds (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 8).
+    arXiv:1912.09729), and apart lower and upper bounds (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 8).
 
     A >= 0: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
     A < 0:  the same, but at most -dual_clip A (the paper's max(min(...), c A), c > 1); None: no dual clip.
@@ -103,7 +103,7 @@ def sapo(
     tau_neg: float = 1.05,
     log_ratio_bound: float | None = None,
 ) -> Terms:
-    """SAPO, "Soft Adaptive Policy Optimization" (Gao et al. 2025, arXiv:2511.20347), eqs. 5 and 6.
+    """SAPO, "Soft Adaptive Policy Optimization" (Gao et al. 2025, arXiv:2511.20347).
 
     -A * sigmoid(tau (r - 1)) * 4 / tau with tau = tau_pos if A > 0 else tau_neg. At r = 1 the gradient is that of
     -A r; the value is -2 A / tau.
@@ -118,7 +118,7 @@ def sapo(
 
 
 def gpg(log_probs: Rows, advantages: Floats, masks: Masks) -> Terms:
-    """GPG (Chu et al. 2025, arXiv:2504.02546), eq. 6: -A log pi, no ratio and no clip. (REINFORCE's loss.)"""
+    """GPG (Chu et al. 2025, arXiv:2504.02546): -A log pi, no ratio and no clip. (REINFORCE's loss.)"""
     return _each(log_probs, advantages, advantages, masks, lambda new, _, advantage: -advantage * scalar(new))
 
 
@@ -173,7 +173,7 @@ def dppo_tv(
     ratio_cap: float | None = 20.0,
     log_ratio_bound: float | None = None,
 ) -> Terms:
-    """DPPO-Binary-TV, "Rethinking the Trust Region in LLM RL" (Qi et al. 2026, arXiv:2602.04879), section 4.
+    """DPPO-Binary-TV, "Rethinking the Trust Region in LLM RL" (Qi et al. 2026, arXiv:2602.04879).
 
     A token is dropped (value and gradient 0) if its binary TV |pi - pi_old| exceeds the threshold *and* the advantage
     pushes further away: A > 0 with pi > pi_old (``threshold_high``), or A < 0 with pi < pi_old (``threshold_low``). The

@@ -61,7 +61,7 @@ def geo_mean(
     clip_low: float = 0.4,
     clip_high: float = 0.4,
 ) -> Terms:
-    """GMPO, "Geometric-Mean Policy Optimization" (Zhao et al. 2025, arXiv:2507.20673), eq. 4 and its algorithm 1.
+    """GMPO, "Geometric-Mean Policy Optimization" (Zhao et al. 2025, arXiv:2507.20673).
 
     Per token the log ratio d_t is clipped on the side that PPO would clip: A > 0: min(d_t, clip_high), A < 0:
     max(d_t, -clip_low); the bounds are of the log ratio, so ratios lie in (e^-low, e^high). The row's loss is

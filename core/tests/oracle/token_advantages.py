@@ -61,7 +61,7 @@ def _discounted(token_rewards: Floats, masks: Masks, gamma: float) -> list[list[
 
 
 def reinforce_plus_plus(token_rewards: Floats, masks: Masks, *, gamma: float, eps: float = 1e-8) -> Pair:
-    """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262), section 3: discounted returns, whitened over the batch.
+    """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): discounted returns, whitened over the batch.
 
     G_t = sum_{k >= t} gamma^(k - t) r_k over the row's unmasked tokens; A = whiten(G). Masked tokens are skipped, as
     in ``gae``; verl's code instead sets the running return to 0 at a masked token, which agrees for rows whose masked
@@ -94,7 +94,7 @@ def optimal_token_baseline(
     rollout_is_weights: Floats | None = None,
     eps: float = 1e-8,
 ) -> Pair:
-    """The optimal token baseline (Li et al. 2026, arXiv:2602.07078), equations as verl's docs/algo/otb.md states them.
+    """The optimal token baseline (2026, arXiv:2602.07078), equations as verl's docs/algo/otb.md states them.
 
     W_t = sum_{j <= t} (1 - 2 pi_j + sum_v pi_j(v)^2): the squared norm of the score with respect to the logits,
     accumulated; pi_j is the sampled token's probability. B_t = sum_i G_t^i W_t^i / (sum_i W_t^i + eps) over the rows
