@@ -166,8 +166,8 @@ def test_ranks_change_no_number(world_size: int, axes: dict[str, int], prompts_p
 def test_scores_are_taken_once_a_replica_and_come_back_in_order() -> None:
     batch = rollout()
     with run_on(1, {}) as one, run_on(4, {"tp": 2}) as many:
-        wanted = one.actor.score(batch, entropy=True)
-        found = many.actor.score(batch, entropy=True)
+        wanted = one.actor.score(batch, ("log_probs", "entropy"))
+        found = many.actor.score(batch, ("log_probs", "entropy"))
         assert {k: v.shape for k, v in found.items()} == dict.fromkeys(("log_probs", "entropy"), (batch.num_items,))
         for name in wanted:
             assert torch.allclose(found[name], wanted[name], atol=1e-6)

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.algorithms.advantages import grpo_advantages
+from rlctl.algorithms.advantages.grpo import grpo_advantages
 from rlctl.algorithms.kl import kl_estimate
-from rlctl.algorithms.policy_losses import vanilla_policy_loss
+from rlctl.algorithms.policy_losses.vanilla import vanilla_policy_loss
 
 scores = st.lists(st.floats(-5, 5), min_size=1, max_size=6)
 

@@ -48,7 +48,7 @@ def test_show_says_where_each_value_came_from(rlctl: Call, run_file: Path) -> No
     assert done.code == 0
     assert [text.strip() for text in rows["actor.optim.lr"]] == ["1.0e-05", "run.yaml:4"]
     assert [text.strip() for text in rows["rollout.n"]] == ["3", "override rollout.n=3"]
-    assert [text.strip() for text in rows["algorithm.name"]] == ["grpo", "flag --algorithm"]
+    assert [text.strip() for text in rows["algorithm.adv_estimator"]] == ["grpo", "flag --algorithm"]
     assert rows["actor.optim.eps"][1].strip() == "default"
     assert len(rows) > 80
     changed = rlctl("config", "show", "run.yaml", "--changed").out

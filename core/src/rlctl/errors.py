@@ -73,6 +73,10 @@ class DataError(RlctlError):
     """A dataset, a row or a reward function is not usable."""
 
 
+class AlgorithmError(RlctlError):
+    """An advantage estimator or a policy loss of a user or a plugin does not load, fails, or returns something else."""
+
+
 class PluginError(RlctlError):
     """A plugin could not be discovered, declared, matched or registered."""
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pluggy
 
 from rlctl.records import (
+    AlgorithmSpec,
     BackendSpec,
     Check,
     RecipeSpec,
@@ -73,6 +74,10 @@ class DiscoverySpecs:
     @hookspec
     def rlctl_rewards(self) -> Iterable[RewardSpec]:  # type: ignore[empty-body]
         """Returns named rewards."""
+
+    @hookspec
+    def rlctl_algorithms(self) -> Iterable[AlgorithmSpec]:  # type: ignore[empty-body]
+        """Returns advantage estimators and policy losses by name."""
 
     @hookspec
     def rlctl_recipes(self) -> Iterable[RecipeSpec]:  # type: ignore[empty-body]

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.requirements import InvalidRequirement, Requirement
 
 from rlctl import files, topology
+from rlctl.config.algorithm_faults import algorithm_words
 from rlctl.data.readers import split_files
 from rlctl.data.rows import val_entries
 from rlctl.device import Device, device_name
@@ -278,7 +279,7 @@ def build_manifest(
         "source": resolved.source,
         "model": config.model.path or f"random {(config.model.config or {}).get('model_type', 'model')}",
         "task": task.name if task is not None else ", ".join(path.name for path in data_files),
-        "algorithm": config.algorithm.name if config.trainer.type == "rl" else "sft",
+        "algorithm": algorithm_words(config) if config.trainer.type == "rl" else "sft",
         "backend": config.actor.backend,
         "rollout": config.rollout.backend if config.trainer.type == "rl" else None,
         "command": clean,

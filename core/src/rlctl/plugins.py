@@ -25,6 +25,7 @@ from rlctl.declare import Declared, declare, guarded, new_manager, records_of
 from rlctl.discovery import Candidate, claimed_twice, disabled_names, discover, is_disabled
 from rlctl.errors import PluginError
 from rlctl.records import (
+    AlgorithmSpec,
     BackendSpec,
     Check,
     CheckStatus,
@@ -42,6 +43,7 @@ RECORD_HOOKS: Mapping[str, type] = {
     "rlctl_checks": Check,
     "rlctl_trackers": TrackerSpec,
     "rlctl_rewards": RewardSpec,
+    "rlctl_algorithms": AlgorithmSpec,
     "rlctl_recipes": RecipeSpec,
     "rlctl_weight_transports": WeightTransportSpec,
 }

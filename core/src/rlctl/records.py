@@ -168,6 +168,44 @@ class RewardSpec:
     summary: str = ""
 
 
+class AlgorithmKind(StrEnum):
+    """The two places where a formula of one's own can stand."""
+
+    ADVANTAGE = "advantage"
+    POLICY_LOSS = "policy_loss"
+
+
+@dataclass(frozen=True)
+class AlgorithmSpec:
+    """A named formula: ``module:function``, called by keyword with what its signature names (docs/algorithms.md).
+
+    Args:
+        name: the value of ``algorithm.adv_estimator`` or ``actor.policy_loss.loss_mode``.
+        kind: which of the two.
+        target: ``module:function``; imported where it is called, in the controller (advantages) or in every rank (losses).
+        summary, paper: for tables.
+        groups: an advantage that compares the samples of one prompt, so that one sample says nothing.
+        per_token: an advantage that differs between the tokens of a row.
+        needs: inputs of an advantage that cost a pass of their own, see :data:`rlctl.algorithms.table.COSTLY`.
+        settings: keys of its section of the configuration that it reads.
+        vanishes: a loss without value and gradient wherever the advantage is zero; such rows may be left out.
+        prepare: ``module:function`` of a loss that chooses among the tokens of a whole mini-batch, before it is split; it
+            is called in the controller and returns item fields, which the loss then names.
+    """
+
+    name: str
+    kind: AlgorithmKind
+    target: str
+    summary: str = ""
+    paper: str = ""
+    groups: bool = False
+    per_token: bool = False
+    needs: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    vanishes: bool = False
+    prepare: str = ""
+
+
 @dataclass(frozen=True)
 class RecipeSpec:
     """A shipped configuration file; ``path`` is a YAML file inside the plugin's package."""

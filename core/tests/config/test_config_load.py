@@ -227,7 +227,10 @@ rollout: {backend: sampler}
 
 def test_the_algorithm_flag_reaches_sft(run_file: Write, plugins: PluginSet) -> None:
     assert load_config(run_file(BASE), [], {"algorithm": "sft"}, plugins).config.trainer.type == "sft"
-    with pytest.raises(InvalidConfigError, match=r"algorithm\.name \(flag --algorithm\): found the text 'gropo'"):
+    with pytest.raises(
+        InvalidConfigError,
+        match=r"algorithm\.adv_estimator \(flag --algorithm\): there is no advantage estimator 'gropo'",
+    ):
         load_config(run_file(BASE), [], {"algorithm": "gropo"}, plugins)
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from rlctl.algorithms.distillation import k1_reward, overlap_ratio, sampled_divergence, topk_divergence
+from rlctl.algorithms.lookup import Algorithm
 from rlctl.algorithms.losses import PolicyLoss
 from rlctl.batch import PackedBatch
 from rlctl.config.schema import ActorConfig
@@ -48,6 +49,7 @@ class DistillationLoss:
     actor: ActorConfig
     config: DistillationConfig
     check_rollout: bool = False
+    algorithm: Algorithm | None = None
 
     def __call__(self, reader: LogitsReader, batch: PackedBatch) -> LossOutput:
         """See :data:`rlctl.logits.LossFn`.
@@ -78,7 +80,9 @@ class DistillationLoss:
             sums |= {name: total(value) for name, value in more.items()}
         else:
             per_token = sampled_divergence(log_probs, teacher, cfg.loss_mode, loss_max=cfg.loss_max)
-        policy = PolicyLoss(self.actor, self.check_rollout).of(log_probs, entropy, field, advantages)
+        policy = PolicyLoss(self.actor, self.check_rollout, self.algorithm).of(
+            log_probs, entropy, field, advantages, batch
+        )
         distilled = total(per_token)
         sums["distillation/loss"] = distilled.detach()
         loss = policy.loss if cfg.loss_mode == "k1" else policy.loss + cfg.loss_coef * distilled

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
+from rlctl.algorithms.calling import call_policy_loss
 from rlctl.algorithms.kl import kl_estimate
-from rlctl.algorithms.policy_losses import POLICY_LOSSES
+from rlctl.algorithms.lookup import Algorithm, builtin
 from rlctl.batch import PackedBatch
 from rlctl.config.schema import ActorConfig
 from rlctl.logits import LogitsReader, LossOutput
+from rlctl.records import AlgorithmKind
 
 
 @dataclass(frozen=True)
@@ -22,16 +24,21 @@ class PolicyLoss:
     """Policy gradient with optional KL to a reference and entropy bonus.
 
     Fields read: ``item_weight``, ``loss_mask``, ``advantages``, and where present ``old_log_probs`` (absent: the batch is
-    exactly on policy, so the old log-probs are the current ones), ``ref_log_probs``, ``rollout_log_probs``.
+    exactly on policy, so the old log-probs are the current ones), ``ref_log_probs``, ``rollout_log_probs``, and what the
+    policy loss names beside them.
+
+    Args:
+        algorithm: the policy loss; None: rlctl's own of the name in ``config``.
     """
 
     config: ActorConfig
     check_rollout: bool = False
+    algorithm: Algorithm | None = None
 
     def __call__(self, reader: LogitsReader, batch: PackedBatch) -> LossOutput:
         log_probs, entropy = reader.log_prob_and_entropy()
         field = {k: v.to(log_probs.device) for k, v in batch.items.items()}
-        return self.of(log_probs, entropy, field, field["advantages"])
+        return self.of(log_probs, entropy, field, field["advantages"], batch)
 
     def of(
         self,
@@ -39,31 +46,40 @@ class PolicyLoss:
         entropy: torch.Tensor,
         field: Mapping[str, torch.Tensor],
         advantages: torch.Tensor,
+        batch: PackedBatch,
     ) -> LossOutput:
         """The loss from what was read already: log-probs, entropy and advantages ``[N]``, and the batch's item fields."""
         cfg = self.config
         weight, mask = field["item_weight"], field["loss_mask"].bool()
         old = field.get("old_log_probs", log_probs.detach())
-        policy = POLICY_LOSSES[cfg.policy_loss.loss_mode](
-            log_probs,
-            old,
-            advantages,
-            clip_ratio_low=cfg.policy_loss.clip_ratio_low,
-            clip_ratio_high=cfg.policy_loss.clip_ratio_high,
-            clip_ratio_c=cfg.policy_loss.clip_ratio_c,
-        )
+        algorithm = self.algorithm or builtin(AlgorithmKind.POLICY_LOSS, cfg.policy_loss.loss_mode)
+        offered = {
+            **field,
+            "log_probs": log_probs,
+            "old_log_probs": old,
+            "advantages": advantages,
+            "mask": mask,
+            "num_rows": batch.num_rows,
+            "entropy": entropy,
+        }
+        if algorithm.takes("row_ids"):
+            offered["row_ids"] = batch.row_ids().to(log_probs.device, non_blocking=True)
+        policy = call_policy_loss(algorithm, cfg.policy_loss, offered, len(log_probs))
 
         def total(value: torch.Tensor) -> torch.Tensor:
             # where, not a product: an infinity at a masked position must not become NaN.
             return torch.where(mask, value * weight, 0.0).sum()
+
+        def share(active: torch.Tensor | None) -> torch.Tensor:
+            return weight.new_zeros(()) if active is None else total(active.float())
 
         pg_loss = total(policy.loss)
         loss = pg_loss
         sums: dict[str, torch.Tensor | float] = {
             "actor/pg_loss": pg_loss.detach(),
             "actor/ppo_kl": total(old - log_probs.detach()),
-            "actor/pg_clipfrac": total(policy.clipped.float()),
-            "actor/pg_clipfrac_lower": total(policy.dual_clipped.float()),
+            "actor/pg_clipfrac": share(policy.clipped),
+            "actor/pg_clipfrac_lower": share(policy.dual_clipped),
             "actor/entropy": total(entropy.detach()),
             "_weight": total(torch.ones_like(weight)),
         }

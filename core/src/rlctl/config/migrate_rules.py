@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlctl.algorithms.table import ADVANTAGES, POLICY_LOSSES
 from rlctl.catalogue_memory import train_policy
 
 
@@ -146,6 +147,18 @@ def _recompute(value: Any, leaves: Mapping[str, Any]) -> Outcome:
     return {f"actor.engine.{key}": {True: with_, False: without}[value] if isinstance(value, bool) else value}
 
 
+def _formula(path: str, known: Mapping[str, Any], aliases: Mapping[str, str] | None = None) -> Rule:
+    """An algorithm by its name, which is mostly the same here."""
+
+    def rule(value: Any, _: Mapping[str, Any]) -> Outcome:
+        name = (aliases or {}).get(value, value) if isinstance(value, str) else value
+        if isinstance(name, str) and name in known:
+            return {path: name}
+        return Left(f"{path} takes one of {', '.join(known)}, or path/to/file.py:function")
+
+    return rule
+
+
 _ROLLOUT_OWN = "a setting of the rollout backend; its section is rollout.engine (rlctl config schema --backend NAME)"
 _CRITIC = "GRPO has no critic"
 
@@ -246,6 +259,10 @@ RULES: dict[str, Rule] = {
     "rollout.log_prob_max_token_len_per_gpu": needless("old log-probs are computed under the actor's own bounds"),
     "rollout.log_prob_use_dynamic_bsz": needless("old log-probs are computed under the actor's own bounds"),
     # ---- verl: algorithm, reward, trainer
+    "algorithm.adv_estimator": _formula(
+        "algorithm.adv_estimator", ADVANTAGES, {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
+    ),
+    "actor.policy_loss.loss_mode": _formula("actor.policy_loss.loss_mode", POLICY_LOSSES),
     "algorithm.use_kl_in_reward": _off_is_needless("off by default", "the KL belongs in the loss: actor.use_kl_loss"),
     "algorithm.gamma": needless("GRPO has no discount"),
     "algorithm.lam": needless("GRPO has no lambda"),

@@ -1,4 +1,4 @@
-"""Words that name something elsewhere: rewards, metric sinks, procedural tasks. Each must exist before anything starts."""
+"""Words that name something elsewhere: algorithms, rewards, metric sinks, procedural tasks. Each must exist before anything starts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,20 @@ if TYPE_CHECKING:
 
 def name_problems(document: Document, plugins: PluginSet) -> list[Problem]:
     """A problem for each name that neither core nor a plugin knows."""
+    from rlctl.algorithms.lookup import BUILTIN, KEYS, OWN, WORDS, is_own
     from rlctl.data.procedural import REASONING_GYM, TASKS
     from rlctl.data.rewards.registry import BUILTIN as REWARDS
     from rlctl.data.rewards.registry import is_user_function
     from rlctl.tracking import BUILTIN as SINKS
 
     problems: list[Problem] = []
+    formulas = [spec for _, spec in plugins.records("rlctl_algorithms")]
+    for kind, key in KEYS.items():
+        place: Loc = tuple(key.split("."))
+        name = document.get(place)
+        if isinstance(name, str) and name and not is_own(name):
+            known = {*BUILTIN[kind], *(spec.name for spec in formulas if spec.kind == kind)}
+            problems += _unknown(document, place, name, WORDS[kind], known, OWN)
     components = document.get(("reward", "components"))
     rewards = {*REWARDS, *(spec.name for _, spec in plugins.records("rlctl_rewards"))}
     for index in range(len(components) if isinstance(components, list) else 0):

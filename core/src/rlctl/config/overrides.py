@@ -23,7 +23,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "val_data": ("data.val_files",),
     "backend": ("actor.backend", "ref.backend"),
     "rollout": ("rollout.backend",),
-    "algorithm": ("algorithm.name", "trainer.type"),
+    "algorithm": ("algorithm.adv_estimator", "trainer.type"),
     "nproc": ("runtime.nproc",),
     "launcher": ("runtime.launcher",),
     "address": ("runtime.ray.address",),
@@ -82,8 +82,8 @@ def _flag_values(document: Document, name: str, value: Any) -> list[tuple[str, A
     if name in ("data", "val_data"):
         return [(FLAGS[name][0], [str(v) for v in value] if isinstance(value, (list, tuple)) else [str(value)])]
     if name == "algorithm":
-        # SFT is a trainer of its own and has no advantages; everything else is a name of the algorithm section.
-        return [("trainer.type", "sft")] if value == "sft" else [("algorithm.name", value), ("trainer.type", "rl")]
+        # SFT is a trainer of its own and has no advantages; everything else says how rewards become advantages.
+        return [("trainer.type", "sft")] if value == "sft" else [(FLAGS[name][0], value), ("trainer.type", "rl")]
     if name == "backend":
         # The reference follows the actor unless the file gives it a backend of its own: then both change together.
         both = [path for path in FLAGS[name] if path != "ref.backend" or document.get(("ref", "backend"))]

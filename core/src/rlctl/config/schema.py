@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
+from rlctl.config.algorithm_faults import algorithm_faults
 from rlctl.config.base import Strict as Strict
 from rlctl.config.schema_algorithm import AlgorithmConfig
 from rlctl.config.schema_algorithm import PolicyLossConfig as PolicyLossConfig
@@ -50,13 +51,8 @@ class RunConfig(Strict):
     @model_validator(mode="after")
     def _batch_arithmetic(self) -> RunConfig:
         # All of them, one a line: the reader mends them together.
-        faults = distillation_faults(self)
+        faults = distillation_faults(self) + algorithm_faults(self)
         rl = self.trainer.type == "rl"
-        groups = self.distillation is None or self.distillation.use_task_rewards
-        if rl and groups and self.rollout.n < 2:
-            faults.append(
-                f"rollout.n is {self.rollout.n}: GRPO compares the samples of one prompt and needs at least 2"
-            )
         mini = self.actor.ppo_mini_batch_size
         if rl and mini is not None and self.data.train_batch_size % mini:
             faults.append(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from rlctl.algorithms.distillation_loss import DIAGNOSTICS, DistillationLoss
+from rlctl.algorithms.lookup import Algorithm, builtin
 from rlctl.algorithms.losses import PolicyLoss
 from rlctl.batch import PackedBatch, padding_like
 from rlctl.config.schema import ActorConfig
@@ -16,6 +17,7 @@ from rlctl.config.schema_distillation import DistillationConfig
 from rlctl.logits import LossFn
 from rlctl.microbatch import MicroBatchPlan
 from rlctl.normalizer import item_weights
+from rlctl.records import AlgorithmKind
 from rlctl.roles.budget import SkipBudget
 from rlctl.runtime.remote import RemoteEngine
 
@@ -34,6 +36,7 @@ class ActorRole:
         budget: skipped steps in a row that are borne.
         check_rollout: compare rollout and trainer probabilities on the first mini-batch after each sync.
         distillation: learn from the teacher's fields of the batch too.
+        policy_loss: a policy loss that is not rlctl's own; None: the one that ``config`` names.
     """
 
     engine: RemoteEngine
@@ -43,10 +46,16 @@ class ActorRole:
     budget: SkipBudget
     check_rollout: bool = True
     distillation: DistillationConfig | None = None
+    policy_loss: Algorithm | None = None
 
-    def score(self, batch: PackedBatch, *, entropy: bool = False) -> dict[str, torch.Tensor]:
-        """Log-probs (and entropy) of the batch's own tokens, ``[N]`` each."""
-        return self.engine.infer_batch(batch, self.plan, ("log_probs", "entropy") if entropy else ("log_probs",))
+    @property
+    def formula(self) -> Algorithm:
+        """The policy loss."""
+        return self.policy_loss or builtin(AlgorithmKind.POLICY_LOSS, self.config.policy_loss.loss_mode)
+
+    def score(self, batch: PackedBatch, want: tuple[str, ...] = ("log_probs",)) -> dict[str, torch.Tensor]:
+        """Log-probs of the batch's own tokens (or what else ``infer_batch`` knows), ``[N]`` each."""
+        return self.engine.infer_batch(batch, self.plan, want)
 
     def update(
         self, batch: PackedBatch, rows_per_step: int, keep: set[int], generator: torch.Generator
@@ -91,9 +100,9 @@ class ActorRole:
     def _step(self, mini: PackedBatch, *, first: bool) -> dict[str, float]:
         check = self.check_rollout and first
         if self.distillation is None:
-            loss_fn: LossFn = PolicyLoss(self.config, check)
+            loss_fn: LossFn = PolicyLoss(self.config, check, self.policy_loss)
         else:
-            loss_fn = DistillationLoss(self.config, self.distillation, check)
+            loss_fn = DistillationLoss(self.config, self.distillation, check, self.policy_loss)
         out = self.engine.train_batch(mini, loss_fn, self.plan, self.config.loss_agg_mode, self.norm_length)
         sums = dict(out.sums)
         weight = sums.pop("_weight", 1.0) or 1.0

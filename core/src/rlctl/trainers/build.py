@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlctl.algorithms.lookup import Algorithm
 from rlctl.config.schema import ModelConfig
 from rlctl.data.lengths import fit_rows
 from rlctl.data.prompts import PromptEncoder
@@ -15,12 +16,15 @@ from rlctl.data.rows import Row, load_rows
 from rlctl.data.sampler import BatchSampler
 from rlctl.data.tokenizer import load_tokenizer
 from rlctl.manifest import filtered_sampling
+from rlctl.records import AlgorithmKind
 from rlctl.roles.actor import ActorRole
 from rlctl.roles.budget import SkipBudget
 from rlctl.roles.reference import ReferenceRole
 from rlctl.roles.rollout import RolloutRole
 from rlctl.runtime.remote import RemoteEngine
 from rlctl.trainers import setup, teachers
+from rlctl.trainers.advantages import AdvantageStage
+from rlctl.trainers.algorithms import find_algorithms
 from rlctl.trainers.rl import RLTrainer
 from rlctl.trainers.sft import SFTTrainer
 from rlctl.trainers.trainer import Trainer
@@ -38,6 +42,7 @@ class Prepared:
         model: the section that loads the weights from which training starts.
         total_steps: global steps of the whole run.
         teachers: name to model of each teacher.
+        algorithms: advantage estimator and policy loss, for RL.
     """
 
     context: setup.Context
@@ -49,6 +54,7 @@ class Prepared:
     sampler: BatchSampler
     total_steps: int
     teachers: dict[str, ModelConfig] = field(default_factory=dict)
+    algorithms: dict[AlgorithmKind, Algorithm] = field(default_factory=dict)
 
 
 @dataclass
@@ -70,6 +76,7 @@ def prepare(context: setup.Context) -> Prepared:
     with reporter.phase("start-up", None):
         model = setup.prepare_model(context)
         setup.check_roles(context, model)
+        algorithms = {} if config.trainer.type == "sft" else find_algorithms(config, context.plugins)
         tokenizer = load_tokenizer(model)
         teacher_models = teachers.find_teachers(context, tokenizer)
         encoder = PromptEncoder(tokenizer, config.data)
@@ -81,7 +88,9 @@ def prepare(context: setup.Context) -> Prepared:
         val_rows = fit_rows(val_rows, encoder, config.data, sft=sft)
     sampler = BatchSampler(len(train_rows), config.data.train_batch_size, config.data.shuffle, config.trainer.seed)
     steps = setup.schedule_length(config, len(train_rows))
-    return Prepared(context, model, tokenizer, encoder, train_rows, val_rows, sampler, steps, teacher_models)
+    return Prepared(
+        context, model, tokenizer, encoder, train_rows, val_rows, sampler, steps, teacher_models, algorithms
+    )
 
 
 def build(prepared: Prepared, run_dir: Path, *, resuming: bool, closing: ExitStack) -> Built:
@@ -134,7 +143,7 @@ def _build_rl(p: Prepared, run_dir: Path, *, resuming: bool, closing: ExitStack)
         engines |= {teachers.engine_name(name): engine for name, engine in teacher.engines.items()}
     trainer = RLTrainer(
         context,
-        _actor_role(context, actor),
+        _actor_role(context, actor, p.algorithms[AlgorithmKind.POLICY_LOSS]),
         _rollout_role(p, rollout),
         reference,
         p.encoder,
@@ -142,6 +151,11 @@ def _build_rl(p: Prepared, run_dir: Path, *, resuming: bool, closing: ExitStack)
         p.sampler,
         p.train_rows,
         p.val_rows,
+        AdvantageStage(
+            p.algorithms[AlgorithmKind.ADVANTAGE],
+            config.algorithm,
+            [(name, weight) for name, weight, _ in scorer.components],
+        ),
         teacher,
     )
     return Built(trainer, engines, model)
@@ -163,7 +177,7 @@ def _build_reference(context: setup.Context, model: ModelConfig) -> ReferenceRol
     return ReferenceRole(engine, setup.token_plan(ref, config))
 
 
-def _actor_role(context: setup.Context, engine: RemoteEngine) -> ActorRole:
+def _actor_role(context: setup.Context, engine: RemoteEngine, policy_loss: Algorithm) -> ActorRole:
     config, guards = context.config, context.config.guards
     # Filters change the sampling distribution, so its probabilities are not the trainer's and cannot be compared.
     filtered = filtered_sampling(config.rollout)
@@ -177,6 +191,7 @@ def _actor_role(context: setup.Context, engine: RemoteEngine) -> ActorRole:
         SkipBudget(guards.nonfinite_step_budget),
         check_rollout=guards.rollout_logprob_check and not filtered,
         distillation=config.distillation,
+        policy_loss=policy_loss,
     )
 
 

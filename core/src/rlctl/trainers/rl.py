@@ -1,4 +1,4 @@
-"""The RL loop: prompts, rollouts, rewards, advantages, update, sync. GRPO and what shares its shape."""
+"""The RL loop: prompts, rollouts, rewards, advantages, update, sync."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from rlctl.algorithms.advantages import ADVANTAGES
 from rlctl.batch import GROUP, PackedBatch, pack
 from rlctl.data.prompts import PromptEncoder
 from rlctl.data.rewards import RewardScorer
@@ -22,6 +21,7 @@ from rlctl.roles.budget import SkipBudget
 from rlctl.roles.reference import ReferenceRole
 from rlctl.roles.rollout import RolloutRole
 from rlctl.roles.teacher import TeacherRole, teacher_of
+from rlctl.trainers.advantages import AdvantageStage, advantage_metrics, rows_with_advantage
 from rlctl.trainers.evaluation import ScoredRollout, length_metrics, score_completions, validate, watch_rows
 from rlctl.trainers.setup import Context
 from rlctl.trainers.teachers import held_out_kl
@@ -65,6 +65,7 @@ class RLTrainer:
     sampler: BatchSampler
     train_rows: Sequence[Row]
     val_rows: Sequence[Row]
+    advantages: AdvantageStage
     teacher: TeacherRole | None = None
     checked_all_rows: bool = False
     watched: list[tuple[int, int]] = field(default_factory=list)
@@ -107,18 +108,15 @@ class RLTrainer:
                 completions = self.rollout.sample(prompts, seed, bar.advance)
         with timer("reward"), self.context.reporter.phase("reward", None):
             rollout = score_completions(rows, prompts, completions, self.encoder, self.scorer)
+        batch = self.pack(rollout)
         with timer("adv"):
-            batch, groups = self.pack(rollout)
-            scores = torch.tensor(rollout.scores, dtype=torch.float32)
-            advantages = ADVANTAGES[config.algorithm.adv_estimator](
-                scores, groups, norm_by_std=config.algorithm.norm_adv_by_std_in_grpo
-            )
-            batch = batch.with_items(advantages=advantages[batch.row_ids()])
+            batch = self.advantages(batch, rollout.rewards)
+        scores = torch.tensor(rollout.scores, dtype=torch.float32)
         if self.teacher is not None:
             with timer("teacher"), self.context.reporter.phase("teacher", None):
                 batch = self.teacher.annotate(batch, self.teachers(rollout), self.actor.engine, self.actor.plan)
         with self.context.reporter.phase("update", None):
-            metrics = self.update(batch, advantages, step, timer)
+            metrics = self.update(batch, step, timer)
         with timer("update_weights"):
             sync = self.rollout.sync(self.actor.engine)
         elapsed = time.perf_counter() - start
@@ -130,8 +128,7 @@ class RLTrainer:
             "critic/score/max": scores.max().item(),
             "critic/score/min": scores.min().item(),
             "critic/rewards/mean": scores.mean().item(),
-            "critic/advantages/max": advantages.max().item(),
-            "critic/advantages/min": advantages.min().item(),
+            **advantage_metrics(batch),
             **length_metrics(rollout),
             **{f"reward/{k}": v for k, v in _component_means(rollout).items()},
             **timer.metrics(),
@@ -156,8 +153,8 @@ class RLTrainer:
         found = [engine.memory() for engine in {engine.group.name: engine for engine in engines}.values()]
         return {name: max(m[name] for m in found) for name in found[0]}
 
-    def pack(self, rollout: ScoredRollout) -> tuple[PackedBatch, torch.Tensor]:
-        """Rows of prompt and completion tokens as one batch, and the group of each row.
+    def pack(self, rollout: ScoredRollout) -> PackedBatch:
+        """Rows of prompt and completion tokens as one batch.
 
         Item fields: ``input_ids``, ``loss_mask`` (completion tokens) and ``rollout_log_probs``; row field: the group.
         """
@@ -167,14 +164,12 @@ class RLTrainer:
             ids.append([*prompt, *c.token_ids])
             mask.append([False] * len(prompt) + [True] * len(c.token_ids))
             log_probs.append([0.0] * len(prompt) + c.log_probs)
-        groups = torch.tensor([c.prompt_index for c in rollout.completions])
-        batch = pack(
+        return pack(
             {"input_ids": ids, "loss_mask": mask, "rollout_log_probs": log_probs},
-            rows={GROUP: groups},
+            rows={GROUP: [c.prompt_index for c in rollout.completions]},
             meta={"temperature": self.context.config.rollout.temperature},
             dtypes={"input_ids": torch.long, "loss_mask": torch.bool, "rollout_log_probs": torch.float32},
         )
-        return batch, groups
 
     def teachers(self, rollout: ScoredRollout) -> list[str]:
         """The name of the teacher of each completion."""
@@ -185,7 +180,7 @@ class RLTrainer:
         return [teacher_of(rollout.rows[c.prompt_index], section.route_by, known) for c in rollout.completions]
 
     # ---- the update -------------------------------------------------------------------------------------------
-    def update(self, batch: PackedBatch, advantages: torch.Tensor, step: int, timer: StepTimer) -> dict[str, float]:
+    def update(self, batch: PackedBatch, step: int, timer: StepTimer) -> dict[str, float]:
         """Score what has to be scored, drop rows without a gradient, run the optimizer steps."""
         config = self.context.config
         actor_cfg = config.actor
@@ -205,7 +200,7 @@ class RLTrainer:
             # With exactly one optimizer step the old log-probs are the current ones: a pass of its own adds nothing.
             with timer("old_log_prob"):
                 batch = batch.with_items(old_log_probs=self.actor.score(batch)["log_probs"])
-        keep = self.rows_with_gradient(batch, advantages)
+        keep = self.rows_with_gradient(batch)
         metrics["actor/rows_with_gradient"] = len(keep) / batch.num_rows
         if self.reference is not None:
             with timer("ref"):
@@ -216,12 +211,14 @@ class RLTrainer:
         self.guard(metrics)
         return metrics
 
-    def rows_with_gradient(self, batch: PackedBatch, advantages: torch.Tensor) -> set[int]:
-        """Rows whose loss has a gradient: all, unless only the policy term is on and the advantage is exactly zero."""
+    def rows_with_gradient(self, batch: PackedBatch) -> set[int]:
+        """Rows whose loss has a gradient: all, unless only a policy term is on that vanishes with the advantage; then those
+        with an advantage that is not exactly zero."""
         cfg = self.context.config.actor
-        if not cfg.skip_zero_advantage or cfg.entropy_coeff or self.reference is not None or self.teacher is not None:
+        further = cfg.entropy_coeff or self.reference is not None or self.teacher is not None
+        if not cfg.skip_zero_advantage or further or not self.actor.formula.spec.vanishes:
             return set(range(batch.num_rows))
-        return set(torch.nonzero(advantages)[:, 0].tolist())
+        return rows_with_advantage(batch)
 
     # ---- guards -----------------------------------------------------------------------------------------------
     def compare(self, batch: PackedBatch, log_probs: torch.Tensor) -> None:
@@ -261,7 +258,7 @@ class RLTrainer:
             reporter=self.context.reporter,
         )
         if self.teacher is not None:
-            batches = [(self.pack(part)[0], self.teachers(part)) for part in parts]
+            batches = [(self.pack(part), self.teachers(part)) for part in parts]
             metrics["val/distillation/kl"] = held_out_kl(self.teacher, self.actor, batches)
         return metrics | {"timing_s/testing": time.perf_counter() - start}, parts
 

@@ -10,6 +10,7 @@ from typing import Any, get_args
 from rlctl import device as devices
 from rlctl import evidence, registry, topology
 from rlctl.capabilities import require_topology
+from rlctl.config.algorithm_faults import algorithm_words
 from rlctl.config.load import ResolvedConfig
 from rlctl.config.schema import ModelConfig, OptimConfig, RunConfig, TrainRole
 from rlctl.constraints import facts_of
@@ -252,7 +253,7 @@ def start_line(context: Context, actor: RemoteEngine, total_steps: int) -> str:
     on = f"{devices.device_name(context.device)} ({actor.name}{ranks})"
     if config.trainer.type == "sft":
         return f"SFT of {model}, on {on}: {total_steps} steps of {config.data.train_batch_size} rows"
-    what = config.algorithm.name if config.distillation is None else f"distillation ({config.distillation.loss_mode})"
+    what = algorithm_words(config) if config.distillation is None else f"distillation ({config.distillation.loss_mode})"
     return (
         f"{what} on {model}, on {on}: {total_steps} steps of {config.data.train_batch_size} prompts x "
         f"{config.rollout.n} samples; reward: mean over samples, val score: held-out rows"

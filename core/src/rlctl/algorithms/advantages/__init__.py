@@ -1,10 +1,24 @@
-"""Advantage estimators. Each is a pure function of scores and groups."""
+"""Advantage estimators, one a file; :data:`rlctl.algorithms.table.ADVANTAGES` names them.
 
-from __future__ import annotations
+An estimator is a pure function that names what it takes among these inputs (R rows, N tokens of the batch, prompts included,
+C components of the reward); numbers are float64, on the CPU:
 
-from rlctl.algorithms.advantages.grpo import grpo_advantages
+=====================  ===========  ====================================================================================
+``scores``             ``[R]``      reward of each row
+``groups``             ``[R]``      index of each row's prompt; rows of one prompt need not be neighbours
+``mask``               ``[N]``      True where a token is trained
+``row_ids``            ``[N]``      the row of each token
+``positions``          ``[N]``      place of each token in its row
+``token_rewards``      ``[N]``      the score at the last trained token of a row, zero elsewhere
+``components``         ``[C, R]``   unweighted value of each component
+``component_weights``  ``[C]``      their weights in the score
+``rollout_log_probs``  ``[N]``      log-probs of the sampled tokens, of the engine that sampled them
+``greedy_scores``      ``[R]``      reward of a greedy completion of the row's prompt (a rollout of its own)
+``old_log_probs``      ``[N]``      log-probs of the policy before the update (a pass of its own)
+``sum_p2``             ``[N]``      sum of the squared probabilities of the vocabulary under that policy (the same pass)
+=====================  ===========  ====================================================================================
 
-ADVANTAGES = {"grpo": grpo_advantages}
-"""``algorithm.adv_estimator`` -> estimator."""
-
-__all__ = ["ADVANTAGES", "grpo_advantages"]
+It returns advantages ``[R]``, spread over the tokens of each row, or ``[N]``; or (advantages, returns). What stands at tokens
+that are not trained is not read. A group of one row has nothing to compare itself with: where the formula subtracts what
+the group has in common, its advantage is zero.
+"""

@@ -3,18 +3,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-
-@dataclass(frozen=True)
-class TokenPolicyLoss:
-    """``loss`` ``[N]``; ``clipped`` and ``dual_clipped`` ``[N]`` bool: where each bound was active."""
-
-    loss: torch.Tensor
-    clipped: torch.Tensor
-    dual_clipped: torch.Tensor
+from rlctl.algorithms.policy_losses.base import TokenPolicyLoss, log_ratio
 
 
 def vanilla_policy_loss(
@@ -28,10 +19,10 @@ def vanilla_policy_loss(
 ) -> TokenPolicyLoss:
     """Per-token loss ``max(-A r, -A clip(r, 1 - low, 1 + high))``, for A < 0 at most ``-A c``; r = exp(logp - old).
 
-    All arguments are ``[N]``. The log-ratio is bounded to 20 nats so that one broken token cannot make an infinity.
+    All arguments are ``[N]``. Clipped is a token whose clipped term is the larger one, dual-clipped one at ``-A c``: neither
+    has a gradient.
     """
-    log_ratio = (log_probs - old_log_probs).clamp(-20.0, 20.0)
-    ratio = log_ratio.exp()
+    ratio = log_ratio(log_probs, old_log_probs).exp()
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
     loss = torch.maximum(plain, bounded)
