@@ -33,6 +33,7 @@ from veomni_tiny import (
 from rlctl.engine import Engine
 from rlctl.errors import RlctlError
 from rlctl.parts import fsdp
+from rlctl.parts.values import draw_value_head
 from rlctl_veomni import attention, build, kernels, state, weights
 from rlctl_veomni.families import is_fused
 
@@ -212,7 +213,8 @@ def exports(scratch: Path) -> dict[str, Any]:
     fused = {n: p for n, p in parameters.items() if is_fused(n)}
     with engine_on(scratch / "qwen3", {}, world=dist_world(), value=True, seed=5) as engine:
         head = exported(engine)["score.weight"]
-        drawn = weights.draw_value_head(provider(engine)._built.model.config, 5)
+        config = provider(engine)._built.model.config
+        drawn = draw_value_head(config.hidden_size, config.initializer_range, 5)
         note = engine.info.notes.get("value_head", "") if engine.info is not None else ""
     return {
         "drawn value head": bool(torch.equal(head, drawn)) and "drawn from seed 5" in note,

@@ -1,4 +1,4 @@
-"""The ``fsdp2`` training engine: one Hugging Face causal LM on one rank or many.
+"""The ``fsdp2`` training engine: one Hugging Face causal LM, or a value model on its layers, on one rank or many.
 
 One rank runs the plain module (under autocast where the computation has a lower precision than the weights); more ranks
 run ``fully_shard`` of each layer, over one dimension or with replicas over two. Both compute packed rows through
@@ -27,6 +27,7 @@ from rlctl.parts import agreement, attention, fsdp, layout, offload, ranks
 from rlctl.parts.job import Root, ScoreJob
 from rlctl.parts.outputs import ALIGNMENT, Collected, merge, on_device, to_micro_output
 from rlctl.parts.routing import Routing
+from rlctl.parts.values import ValueJob
 from rlctl.runtime.phases import beat
 from rlctl.topology import Topology
 from rlctl_fsdp import build, place, shard, state
@@ -51,6 +52,7 @@ class FSDPEngine:
         self._seen = Inspection()
         self._routing: Routing | None = None
         self._train = False
+        self._value = False
         self._host = offload.Whereabouts()
 
     # ---- building ---------------------------------------------------------------------------------------------
@@ -66,8 +68,10 @@ class FSDPEngine:
     def rlctl_engine_init(
         self, mesh: MeshInfo, model: Mapping[str, Any], optimizer: Mapping[str, Any] | None, forward_only: bool
     ) -> EngineInfo:
-        """See :class:`rlctl.hookspecs.EngineSpecs`. ``model`` may carry ``seed`` for random weights (default 0)."""
+        """See :class:`rlctl.hookspecs.EngineSpecs`. ``model`` may carry ``seed`` for random weights (default 0) and
+        ``model_type``, the head."""
         attention.register()
+        self._value = build.is_value_model(model)
         place.check_heads(self._topology, model)
         device, config = self._place.device, self._config
         master = build.master_dtype(model)
@@ -223,15 +227,12 @@ class FSDPEngine:
         laid = layout.lay_out(
             batch, device, packed=self._seen.packed, share=self._seen.share, ulysses=self._place.ulysses
         )
-        job = ScoreJob(
-            on_device(batch, device),
-            laid,
-            loss_fn,
-            self._seen.head,
-            self._compute,
-            self._config.logits_budget_mib << 20,
-            self._routing,
-        )
+        here, keep = on_device(batch, device), self._config.logits_budget_mib << 20
+        job: ScoreJob | ValueJob
+        if self._value:
+            job = ValueJob(here, laid, loss_fn)
+        else:
+            job = ScoreJob(here, laid, loss_fn, self._seen.head, self._compute, keep, self._routing)
         detail = f"{batch.num_rows} rows, {batch.num_items} tokens"
         with phase("scoring" if forward_only else "forward", detail), self._autocast():
             loss = root(job)

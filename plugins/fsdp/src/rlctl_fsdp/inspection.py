@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch.nn import functional as F
@@ -26,7 +27,7 @@ class Inspection:
     """Results of the probes.
 
     Args:
-        head: None: the model's own forward makes the logits.
+        head: None: the model's own forward makes the logits, or it is a value model.
         longest_row: see :func:`row_limit`; None for rows of any length.
     """
 
@@ -48,6 +49,7 @@ class Surroundings:
         compute: dtype of the computation.
         sharded: under ``fully_shard``, which makes the computation's dtype part of the module.
         ulysses: rows will be split between the ranks of this group.
+        value: the model has a value head.
         agree: whether all ranks say yes; they must not go different ways.
     """
 
@@ -56,6 +58,7 @@ class Surroundings:
     sharded: bool
     ulysses: Ulysses | None = None
     agree: Callable[[bool], bool] = bool
+    value: bool = False
 
 
 def inspect_model(model: PreTrainedModel, config: FSDPConfig, where: Surroundings) -> Inspection:
@@ -66,10 +69,14 @@ def inspect_model(model: PreTrainedModel, config: FSDPConfig, where: Surrounding
             split between ranks and a layer other than attention looks at neighbours. On every rank.
     """
     device, compute = where.device, where.compute
-    spec, why = probe_head(model, device)
-    head_note = f"chunked, {spec.describe()}" if spec is not None else f"the model's own forward: {why}"
-    vocab = model.get_output_embeddings()
-    vocab_size = int(vocab.weight.shape[0]) if vocab is not None else int(model.config.get_text_config().vocab_size)
+    if where.value:
+        spec, head_note, embedding = None, "none: a value head", model.get_input_embeddings()
+    else:
+        spec, why = probe_head(model, device)
+        head_note = f"chunked, {spec.describe()}" if spec is not None else f"the model's own forward: {why}"
+        embedding = model.get_output_embeddings()
+    rows = getattr(embedding, "weight", None)
+    vocab_size = int(model.config.get_text_config().vocab_size if rows is None else rows.shape[0])
     if config.attention == "per_row":
         return Inspection(vocab_size, spec, head_note, False, "per_row: asked for")
     verdict = _try_packing(model, spec, vocab_size, where, share=False)
@@ -103,6 +110,8 @@ def inspect_model(model: PreTrainedModel, config: FSDPConfig, where: Surrounding
 def _look_closer(model: PreTrainedModel, verdict: Verdict, vocab_size: int, where: Surroundings) -> Verdict:
     """``verdict``, unless a module looks across rows, or past a token where ranks hold slices."""
     dtype = where.compute if where.sharded else next(model.parameters()).dtype
+    if where.value:
+        model = cast(PreTrainedModel, model.base_model)
     found = leak_between_rows(model, vocab_size, where.device, dtype)
     if where.ulysses is not None:
         found = found or mixing_outside_attention(model, vocab_size, where.device, dtype)
@@ -150,7 +159,9 @@ def _try_packing(
         layout = lay_out(batch, device, packed=True, share=share, ulysses=ulysses)
         decoder, head = decoder_of(model), head_of(model)
         with attention.attention_set(model, attention.NAME):
-            if spec is None or decoder is None or head is None:
+            if where.value:
+                logits = model.base_model(**layout.inputs).last_hidden_state[0].float()[layout.sources]
+            elif spec is None or decoder is None or head is None:
                 logits = model(**layout.inputs).logits[0].float()[layout.sources]
             else:
                 hidden = decoder(**layout.inputs).last_hidden_state[0]
@@ -159,8 +170,12 @@ def _try_packing(
             return logits
         return assemble(logits, layout.mine, layout.positions.numel(), ulysses)
 
+    def alone_logits(ids: torch.Tensor) -> torch.Tensor:
+        out = (model.base_model if where.value else model)(input_ids=ids, use_cache=False)
+        return out.last_hidden_state if where.value else out.logits
+
     def probe(dtype: torch.dtype) -> Verdict:
-        verdict = probe_packing(model, packed_logits, vocab_size, device, dtype, share)
+        verdict = probe_packing(alone_logits, packed_logits, vocab_size, device, dtype, share)
         agreed = where.agree(verdict.packed)
         return verdict if agreed or not verdict.packed else Verdict(False, "another rank saw packed rows differ")
 

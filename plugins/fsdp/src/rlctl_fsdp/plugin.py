@@ -77,7 +77,7 @@ def _capabilities(
 @hookimpl
 def rlctl_backends() -> list[BackendSpec]:
     """The ``fsdp2`` training backend and the embedded ``hf`` rollout."""
-    model_types = (ModelType.LANGUAGE_MODEL,)
+    heads, generates = tuple(ModelType), (ModelType.LANGUAGE_MODEL,)
     return [
         BackendSpec(
             name="fsdp2",
@@ -85,14 +85,14 @@ def rlctl_backends() -> list[BackendSpec]:
             engine="rlctl_fsdp.engine:FSDPEngine",
             config="rlctl_fsdp.config:FSDPConfig",
             api_version=(1, 0),
-            model_types=model_types,
+            model_types=heads,
             devices=tuple((device, None) for device in _TRAIN_DEVICES),
-            capabilities=_capabilities(_TRAIN_CELLS, _TRAIN_DEVICES, model_types, _TRAIN_CONSTRAINTS),
+            capabilities=_capabilities(_TRAIN_CELLS, _TRAIN_DEVICES, heads, _TRAIN_CONSTRAINTS),
             requirements=REQUIREMENTS,
             imports=("torch", "transformers", "torch.distributed.fsdp", "rlctl_fsdp.engine"),
             install_hint=INSTALL_HINT,
             aliases=("fsdp",),
-            summary="PyTorch FSDP2: any Hugging Face causal LM, packed rows, one rank or many, HSDP and Ulysses",
+            summary="PyTorch FSDP2: any Hugging Face causal LM, critics, packed rows, one rank or many, HSDP and Ulysses",
         ),
         BackendSpec(
             name="hf",
@@ -100,9 +100,9 @@ def rlctl_backends() -> list[BackendSpec]:
             engine="rlctl_fsdp.rollout:HFRollout",
             config="rlctl_fsdp.config:HFRolloutConfig",
             api_version=(1, 0),
-            model_types=model_types,
+            model_types=generates,
             devices=tuple((device, None) for device in _ROLLOUT_DEVICES),
-            capabilities=_capabilities(_ROLLOUT_CELLS, _ROLLOUT_DEVICES, model_types),
+            capabilities=_capabilities(_ROLLOUT_CELLS, _ROLLOUT_DEVICES, generates),
             requirements=REQUIREMENTS,
             imports=("torch", "transformers", "rlctl_fsdp.rollout"),
             install_hint=INSTALL_HINT,

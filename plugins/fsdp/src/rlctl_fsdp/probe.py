@@ -5,7 +5,9 @@ Random rows run packed and alone. The model may not be packed when its packed lo
 convolution or recurrent state running across the boundary), or when a window that its masks ask for never reaches the
 attention function. Two of the rows share a prompt, so that the same probe answers for prompts laid out once.
 
-Shapes: P scored tokens, V vocabulary.
+A value model is tried by its hidden states in the place of logits: one number a token would hide too much.
+
+Shapes: P scored tokens, V vocabulary (of a value model its hidden size).
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
 
 from rlctl.parts import attention
 
@@ -34,11 +35,12 @@ class Verdict:
 
 
 PackedLogits = Callable[[Sequence[torch.Tensor], int], torch.Tensor]
+AloneLogits = Callable[[torch.Tensor], torch.Tensor]
 
 
 @torch.no_grad()
 def probe_packing(
-    model: PreTrainedModel,
+    alone_logits: AloneLogits,
     packed_logits: PackedLogits,
     vocab_size: int,
     device: torch.device,
@@ -48,7 +50,8 @@ def probe_packing(
     """Compare the engine's packed path with rows alone.
 
     Args:
-        model: whole weights, in eval mode; run it inside the root's forward when sharded.
+        alone_logits: token ids ``[1, T]`` of one row -> the model's own logits ``[1, T, V]``, of whole weights in eval mode;
+            run it inside the root's forward when sharded.
         packed_logits: (rows of token ids, offset f of each row's first scored token) -> logits ``[P, V]`` that predict
             the tokens from f on, along the engine's packed path.
         dtype: dtype of the computation, which sets the tolerance.
@@ -61,7 +64,7 @@ def probe_packing(
     # Two rows share a prompt, one has another.
     rows = [torch.cat([p, a]) for p, a in zip((prompt, prompt, other), answers, strict=True)]
     changed = [rows[0], torch.cat([prompt, answers[1].flip(0)]), torch.cat([other.flip(0), answers[2]])]
-    alone = torch.cat([model(input_ids=r[None].to(device), use_cache=False).logits[0, start - 1 : -1] for r in rows])
+    alone = torch.cat([alone_logits(r[None].to(device))[0, start - 1 : -1] for r in rows])
     alone = alone.float()
     try:
         with attention.tracing() as trace:

@@ -16,6 +16,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.hub import cached_file
 
 from rlctl.errors import EngineError, RlctlError
+from rlctl.parts import values
+from rlctl.parts.values import VALUE_BIAS, VALUE_HEAD
 from rlctl_megatron.families import Family
 from rlctl_megatron.mapping import Slice
 
@@ -23,9 +25,6 @@ if TYPE_CHECKING:
     from rlctl_megatron.mesh import Place
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-VALUE_HEAD = "score.weight"
-_HEAD_STREAM = 0x76616C7565
-"""Keeps the value head's random numbers apart from those that the embedding is drawn from."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +58,8 @@ class Source(Protocol):
 
 
 def draw_value_head(family: Family, seed: int) -> torch.Tensor:
-    """A value head ``[1, D]`` in float32 from ``seed`` alone: normal, with the model's own standard deviation."""
-    generator = torch.Generator().manual_seed(seed ^ _HEAD_STREAM)
-    return torch.randn(1, family.sizes["hidden"], generator=generator) * family.initializer_range
+    """A value head ``[1, D]`` from ``seed`` alone, with the model's own standard deviation."""
+    return values.draw_value_head(family.sizes["hidden"], family.initializer_range, seed)
 
 
 # ---- files --------------------------------------------------------------------------------------------------------
@@ -240,19 +238,19 @@ class FileSource:
                 next="check that config.json belongs to the weight files",
             )
         self._check_value_bias(family)
-        unused = [n for n in rest if n not in ("lm_head.weight", "score.bias")]
+        unused = [n for n in rest if n not in ("lm_head.weight", VALUE_BIAS)]
         if unused:
             self.notes["unused_weights"] = f"{len(unused)} in {self.path}, first {unused[0]}"
 
     def _check_value_bias(self, family: Family) -> None:
         """megatron's value head has no bias: one that is not zero would be lost without a word."""
-        if VALUE_HEAD not in family.checkpoint() or "score.bias" not in self._files:
+        if VALUE_HEAD not in family.checkpoint() or VALUE_BIAS not in self._files:
             return
-        bias = self._read(Request("score.bias", (1,), Slice(0, 0, 1)))
+        bias = self._read(Request(VALUE_BIAS, (1,), Slice(0, 0, 1)))
         if bias.item():
             raise EngineError(
                 f"the value head of {self.path} has a bias",
-                found=f"score.bias {bias.item():.6g}",
+                found=f"{VALUE_BIAS} {bias.item():.6g}",
                 wanted="a head without bias, or a bias of zero",
                 next="save it with token_classification_bias=False",
             )

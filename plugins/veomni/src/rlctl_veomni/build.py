@@ -25,7 +25,7 @@ from veomni.models import build_foundation_model  # pyright: ignore[reportMissin
 
 from rlctl.errors import CapabilityError, ConfigError, EngineError
 from rlctl.hf_config import load_config, starts_random
-from rlctl.parts import fsdp
+from rlctl.parts import fsdp, values
 from rlctl.parts.agreement import agreed
 from rlctl.records import ModelType
 from rlctl_veomni import attention, families, kernels, standins, weights
@@ -134,7 +134,7 @@ def build(
             _tie_again(model, hf)
             weights.fill(model, source, place)
         if files is not None and head is ModelType.VALUE_MODEL and not files.has_value_head:
-            weights.store(model.score.weight, weights.draw_value_head(hf, seed).to(place.device))
+            weights.store(model.score.weight, _fresh_head(hf, seed).to(place.device))
             notes["value_head"] = f"drawn from seed {seed}: {section['path']} is a language model"
     if place.device.type == "cpu" and ep > 1 and place.expert_shards > 1:
         standins.sum_expert_gradients((m for m in fsdp.fsdp_modules(model) if _holds_experts(m)), place.expert_shards)
@@ -156,7 +156,7 @@ def _source(
         if dist.get_rank() == 0 and random:
             drawn = weights.draw(hf, seed, trust_remote_code=bool(section.get("trust_remote_code")))
             if head is ModelType.VALUE_MODEL:
-                drawn[families.VALUE_HEAD] = weights.draw_value_head(hf, seed)
+                drawn[values.VALUE_HEAD] = _fresh_head(hf, seed)
         elif dist.get_rank() == 0:
             found[0] = weights.find_files(str(section["path"]), section.get("revision"), wanted)
     if random:
@@ -166,6 +166,10 @@ def _source(
     assert files is not None, "rank 0 found them, or no rank came here"
     unused = files.unused
     return None, files, {"unused_weights": f"{len(unused)}, first {unused[0]}"} if unused else {}
+
+
+def _fresh_head(hf: Any, seed: int) -> torch.Tensor:
+    return values.draw_value_head(hf.hidden_size, hf.initializer_range, seed)
 
 
 def _shard(

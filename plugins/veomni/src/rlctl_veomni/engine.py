@@ -30,13 +30,14 @@ from rlctl.parts.head import HeadSpec, probe_head
 from rlctl.parts.job import ScoreJob
 from rlctl.parts.outputs import on_device, to_micro_output
 from rlctl.parts.routing import Routing
+from rlctl.parts.values import ValueJob
 from rlctl.records import ModelType
 from rlctl.runtime.phases import beat
 from rlctl.topology import Topology
 from rlctl_veomni import attention, build, mesh, state
 from rlctl_veomni.config import VeOmniConfig
 from rlctl_veomni.exporting import export_weights
-from rlctl_veomni.job import Inside, ValueJob
+from rlctl_veomni.job import Inside
 from rlctl_veomni.mesh import Place
 from rlctl_veomni.optim import Stepper
 from rlctl_veomni.phases import phase

@@ -17,7 +17,6 @@ from rlctl.errors import CapabilityError, ConfigError
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """``model_type`` of configs. VeOmni's registry lists more; these are the ones that are compared with transformers."""
-VALUE_HEAD = "score.weight"
 
 _FUSED = re.compile(r"(?P<place>.+\.mlp\.experts)\.(?P<kind>gate_up_proj|down_proj)")
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}

@@ -22,13 +22,11 @@ from transformers import AutoModelForCausalLM
 
 from rlctl.errors import EngineError
 from rlctl.hf_config import load_error
-from rlctl_veomni.families import VALUE_HEAD, is_fused, stored
+from rlctl.parts.values import VALUE_BIAS, VALUE_HEAD
+from rlctl_veomni.families import is_fused, stored
 from rlctl_veomni.mesh import Place
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_HEAD_BIAS = "score.bias"
-_HEAD_STREAM = 0x76616C7565
-"""Keeps the value head's random numbers apart from those that the embedding is drawn from."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -80,18 +78,18 @@ def find_files(path: str, revision: str | None, wanted: Shapes) -> Files:
             raise load_error(path, error) from error
     try:
         found = dict(_shapes_in(directory))
-        bias = _value_bias(directory) if _HEAD_BIAS in found and VALUE_HEAD in wanted else 0.0
+        bias = _value_bias(directory) if VALUE_BIAS in found and VALUE_HEAD in wanted else 0.0
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise load_error(path, error) from error
     if bias:
         raise EngineError(
             f"the value head of {path} has a bias",
-            found=f"{_HEAD_BIAS} {bias:.6g}",
+            found=f"{VALUE_BIAS} {bias:.6g}",
             wanted="a head without bias, or a bias of zero",
             next="save it with a bias of zero",
         )
     _compare(path, found, wanted)
-    unused = sorted(set(found) - set(wanted) - {"lm_head.weight", _HEAD_BIAS})
+    unused = sorted(set(found) - set(wanted) - {"lm_head.weight", VALUE_BIAS})
     return Files(str(directory), VALUE_HEAD in found, unused)
 
 
@@ -132,8 +130,8 @@ def _file_names(directory: Path) -> list[str]:
 def _value_bias(directory: Path) -> float:
     for file in _file_names(directory):
         with safe_open(directory / file, framework="pt") as opened:
-            if _HEAD_BIAS in opened.keys():  # noqa: SIM118
-                return float(opened.get_tensor(_HEAD_BIAS).abs().max())
+            if VALUE_BIAS in opened.keys():  # noqa: SIM118
+                return float(opened.get_tensor(VALUE_BIAS).abs().max())
     return 0.0
 
 
@@ -144,12 +142,6 @@ def draw(config: Any, seed: int, *, trust_remote_code: bool = False) -> dict[str
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     return {name: p.detach() for name, p in model.named_parameters()}
-
-
-def draw_value_head(config: Any, seed: int) -> torch.Tensor:
-    """A value head ``[1, D]`` in float32 from ``seed`` alone: normal, with the model's own standard deviation."""
-    generator = torch.Generator().manual_seed(seed ^ _HEAD_STREAM)
-    return torch.randn(1, config.hidden_size, generator=generator) * config.initializer_range
 
 
 @torch.no_grad()
