@@ -85,7 +85,8 @@ evidence-vllm: $(VENVS)/vllm/.ok
 # The records that ship inside the plugins: written by what compares, never by hand.
 evidence: $(VENV)/.dev
 	RLCTL_EVIDENCE_DIR=$(CURDIR)/plugins/fsdp/src/rlctl_fsdp/evidence $(BIN)/python -m pytest \
-	  plugins/fsdp/tests/test_fsdp_ranks.py plugins/fsdp/tests/test_fsdp_axes.py tests/test_trainers_rl.py -k 'equal_one_process or evidence'
+	  plugins/fsdp/tests/test_fsdp_ranks.py plugins/fsdp/tests/test_fsdp_axes.py tests/test_trainers_rl.py tests/test_verify_fsdp2.py \
+	  -k 'equal_one_process or evidence or passes_every_topology'
 	RLCTL_EVIDENCE_DIR=$(CURDIR)/plugins/megatron/src/rlctl_megatron/evidence OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
 	  tests/test_verify_megatron.py
 	RLCTL_EVIDENCE_DIR=$(CURDIR)/plugins/fsdp/src/rlctl_fsdp/evidence OMP_NUM_THREADS=1 $(BIN)/python -m pytest \

@@ -33,7 +33,7 @@ def test_every_stage_ends_well_over_gloo_and_leaves_records(tmp_path: Path) -> N
     stages = summary["stages"]
     assert set(stages) == {"verify", "step", "weights", "grpo"}
     assert {(c["backend"], c["model_type"]) for c in stages["verify"]["cases"]} == {
-        ("fsdp2", "language_model"), ("megatron", "language_model"), ("megatron", "value_model"),
+        ("fsdp2", "language_model"), ("fsdp2", "value_model"), ("megatron", "language_model"), ("megatron", "value_model"),
     }  # fmt: skip
     layouts = stages["step"]["layouts"]
     # The same steps on one rank and on two that share its rows.

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from rlctl.capabilities import matrix
 from rlctl.device import Device
 from rlctl.evidence import load_evidence
 from rlctl.plugins import PluginSet, load_plugins
+from rlctl.records import EvidenceLevel
+from rlctl.testing.evidence import record_evidence
 from rlctl.verify.report import Report, summary_line
 from rlctl.verify.request import make_request
 from rlctl.verify.run import Verifier
@@ -31,7 +34,8 @@ from rlctl.hookspecs import hookimpl
 def rlctl_engine_wrappers(backend, role):
     return [("fault", "verify_faults:Faulty")] if role == "actor" else []
 """
-ALWAYS = {"export_names", "export", "log_probs", "entropy", "loss", "grad_norm", "gradients", "weights", "checkpoint"}
+OF_BOTH_HEADS = {"export_names", "export", "loss", "grad_norm", "gradients", "weights", "checkpoint"}
+ALWAYS = OF_BOTH_HEADS | {"log_probs", "entropy"}
 ADAMW = {"loss_adamw", "grad_norm_adamw", "weights_adamw"}
 
 # (fault, topology, model, what must fail, what must not)
@@ -66,19 +70,21 @@ class Lab:
 
     def run(self, topology: str | None, *families: str, fault: str = "", record: bool = False, **more: Any) -> Report:
         self._fault_file.write_text(fault)
+        request = make_request(
+            self.plugins,
+            "fsdp2",
+            Device("cpu"),
+            topology=topology,
+            models=[f"tiny:{f}" for f in families],
+            record=record,
+            timeout_s=120,
+            **more,
+        )
+        if not request.every:
+            # A fault is one of the layers, which both heads have: one of them is enough.
+            request = replace(request, choices=[c for c in request.choices if c.model_type == "language_model"])
         try:
-            return self._verifier.run(
-                make_request(
-                    self.plugins,
-                    "fsdp2",
-                    Device("cpu"),
-                    topology=topology,
-                    models=[f"tiny:{f}" for f in families],
-                    record=record,
-                    timeout_s=120,
-                    **more,
-                )
-            )
+            return self._verifier.run(request)
         finally:
             self._fault_file.write_text("")
 
@@ -97,7 +103,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     fault_file.write_text("")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(site))
-        patch.setenv("PYTHONPATH", str(site))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]))
         patch.setenv(FAULT_FILE, str(fault_file))
         patch.setenv("RLCTL_DATA_DIR", str(root / "data"))
         patch.setenv("RLCTL_CACHE_DIR", str(root / "cache"))
@@ -115,18 +121,33 @@ def shown(report: Report) -> str:
 def test_verify_passes_every_topology_of_two_ranks(lab: Lab) -> None:
     report = lab.run(None, "qwen3", every=True, nproc=2, record=True)
     assert report.passed, shown(report)
-    axes = [dict(c.topology) for c in report.cases]
+    axes = [dict(c.topology) for c in report.cases if c.model_type == "language_model"]
     assert sorted(map(str, axes)) == sorted(map(str, [{}, {"dp_shard": 2}, {"dp_replicate": 2}, {"usp": 2}]))
+    assert axes == [dict(c.topology) for c in report.cases if c.model_type == "value_model"]
     for case in report.cases:
-        assert set(case.deltas) == ALWAYS | ADAMW
+        assert set(case.deltas) == (OF_BOTH_HEADS | {"values"} if case.model_type == "value_model" else ALWAYS) | ADAMW
         # One micro-batch would prove nothing about accumulation.
         assert min(case.micro_batches.values()) > 1
-        assert case.skipped == {"losses of a value_model": "the backend fsdp2 declares no value_model"}
+        assert case.skipped == {}
+        if case.model_type == "value_model":
+            record_evidence(
+                "-".join([f"{k}{v}" for k, v in case.topology.items()] or ["one-process"]) + "-cpu-qwen3-value_model",
+                backend="fsdp2",
+                level=EvidenceLevel.PARITY,
+                axes=case.topology,
+                world_size=case.world_size,
+                device=case.device,
+                model_family=case.model_family,
+                model_type=case.model_type,
+                what="rlctl verify: equal to one process of plain Hugging Face code, float32; PPO's value loss, three steps",
+                deltas={q: d.value for q, d in case.deltas.items()},
+            )
     cells = [c for c in matrix(lab.plugins, load_evidence(lab.plugins.entries), ["fsdp2"]) if c.device == "cpu"]
+    cells = [c for c in cells if c.model_type == "language_model"]
     proved = {str(c.axis): c.evidence for c in cells if c.evidence.level == "parity" and not c.evidence.stale}
     assert set(proved) == {"dp_shard", "dp_replicate", "usp"}
     written = [json.loads(Path(c.evidence or "").read_text()) for c in report.cases]
-    assert [w["axes"] for w in written] == axes
+    assert [w["axes"] for w in written if w["model_type"] == "language_model"] == axes
     assert {w["level"] for w in written} == {"parity"}
     assert "(4 on this machine)" in load_evidence(lab.plugins.entries).proved_words("fsdp2")
 
@@ -173,7 +194,7 @@ def test_verify_mixture_of_experts_compares_routing(lab: Lab) -> None:
 def test_a_failed_verify_takes_the_earlier_proof_back(lab: Lab) -> None:
     folder = Path(os.environ["RLCTL_DATA_DIR"]) / "evidence"
     assert lab.run("dp_shard=2", "qwen3", record=True).passed
-    [path] = folder.glob("verify-fsdp2-*-dp_shard2-qwen3-float32.json")
+    [path] = folder.glob("verify-fsdp2-language_model-*-dp_shard2-qwen3-float32.json")
     assert json.loads(path.read_text())["level"] == "parity"
     report = lab.run("dp_shard=2", "qwen3", fault="wrong_normaliser", record=True)
     assert any("took back" in m and str(path) in m for m in report.messages)
@@ -182,7 +203,7 @@ def test_a_failed_verify_takes_the_earlier_proof_back(lab: Lab) -> None:
     assert record["extra"]["failed"] is True
     assert "gradients" in record["what"]
     cells = matrix(lab.plugins, load_evidence(lab.plugins.entries), ["fsdp2"])
-    [cell] = [c for c in cells if c.device == "cpu" and c.axis == "dp_shard"]
+    [cell] = [c for c in cells if (c.device, c.axis, c.model_type) == ("cpu", "dp_shard", "language_model")]
     assert [p.record.what for p in cell.evidence.failed] == [record["what"]]
     assert lab.run("dp_shard=2", "qwen3", record=True).passed
     assert json.loads(path.read_text())["level"] == "parity"
@@ -208,10 +229,10 @@ def test_verify_command_says_so_in_its_exit_code(lab: Lab, tmp_path: Path) -> No
     good = run("--json")
     assert good.returncode == 0, good.stderr
     payload = json.loads(good.stdout)
-    assert (payload["schema"], payload["passed"], len(payload["cases"])) == (1, True, 1)
+    assert (payload["schema"], payload["passed"], len(payload["cases"])) == (1, True, 2)
     bad = run("--topology", "dp_shard=2", fault="one_rank_not_reduced")
     assert bad.returncode == 1
     assert "Traceback" not in bad.stderr
     assert "FAIL" in bad.stdout
-    assert "0 of 1 passed; dp_shard=2 (tiny:qwen3) failed: " in bad.stdout
+    assert "0 of 2 passed; dp_shard=2 (tiny:qwen3) failed: " in bad.stdout
     assert "gradients" in bad.stdout.splitlines()[-1]

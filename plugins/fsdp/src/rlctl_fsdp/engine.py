@@ -115,7 +115,7 @@ class FSDPEngine:
         """Try the head and the packed path on whole weights."""
         root, result, place_ = self._built(), Inspection(), self._place
         sharded = place_.mesh is not None
-        where = Surroundings(place_.device, self._compute, sharded, place_.ulysses, self._agree)
+        where = Surroundings(place_.device, self._compute, sharded, place_.ulysses, self._agree, self._value)
 
         def job(model: PreTrainedModel) -> None:
             nonlocal result
