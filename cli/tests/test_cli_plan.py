@@ -131,7 +131,7 @@ def test_a_critic_that_nobody_has(run) -> None:
     assert done.returncode == 1
     text = " ".join(done.stdout.split())
     assert "trainer1 has no value_model: it cannot train a critic" in text
-    assert "needs a critic: torchtitan has no value_model; only megatron and veomni have it" in text
+    assert "needs a critic: torchtitan has no value_model; only fsdp2, megatron, veomni have it" in text
 
 
 @pytest.mark.parametrize(
