@@ -45,6 +45,8 @@ def test_values(temperature: float) -> None:
     assert other.tolist() == pytest.approx([math.log(p[t][2]) if t in p else 0.0 for t in range(5)], abs=1e-5)
     pair = reader.log_prob_at(torch.stack([torch.full((5,), 2), batch.items["input_ids"]], dim=1))
     assert torch.equal(pair, torch.stack([other, reader.log_prob()], dim=1))
+    squares = [sum(x * x for x in p[t]) if t in p else 0.0 for t in range(5)]
+    assert reader.sum_p2().tolist() == pytest.approx(squares, abs=1e-6)
     values, top = reader.topk(2)
     for t in p:
         best = sorted(range(V), key=lambda i: -p[t][i])[:2]

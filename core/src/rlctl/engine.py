@@ -280,10 +280,11 @@ class Engine:
         """Score known sequences without gradients.
 
         Args:
-            want: of a language model among ``log_probs``, ``entropy`` and, where the engine's notes have it, ``experts``:
-                what a mixture of experts chose at the position that predicts each scored token; ``topk_ids``,
-                ``topk_log_probs`` and ``log_probs_at`` of several tokens a place (:mod:`rlctl.scoring`). Of a value model
-                ``values`` (see :meth:`rlctl.logits.ValueReader.values`).
+            want: of a language model among ``log_probs``, ``entropy``, ``sum_p2`` (the sum of the squared probabilities, where
+                the engine's reader has it) and, where the engine's notes have it, ``experts``: what a mixture of experts chose
+                at the position that predicts each scored token; ``topk_ids``, ``topk_log_probs`` and ``log_probs_at`` of
+                several tokens a place (:mod:`rlctl.scoring`). Of a value model ``values`` (see
+                :meth:`rlctl.logits.ValueReader.values`).
 
         Returns:
             ``{name: [N] float32 on the CPU}`` in the order of ``batch``, zero where ``loss_mask`` is False; ``experts`` is

@@ -25,8 +25,9 @@ class LogitsReader(Protocol):
     Every method returns ``[N]`` or ``[N, K]`` float32 tensors on the engine's device that are zero where ``loss_mask``
     is False. Logits are divided by ``micro_batch.meta['temperature']`` (default 1) first. Values are in nats.
 
-    A reader may have one more method, for a mixture of experts: ``experts()``, ``[N, L, K]``, the K experts that each of L
-    layers chose at the position that predicts each scored token, -1 elsewhere. An engine that has it says so in its notes
+    A reader may have more methods. ``sum_p2()``, ``[N]``: the sum over the vocabulary of the squared probabilities at each
+    scored token, without gradient. For a mixture of experts ``experts()``, ``[N, L, K]``: the K experts that each of L layers
+    chose at the position that predicts each scored token, -1 elsewhere; an engine that has it says so in its notes
     (``experts``).
     """
 

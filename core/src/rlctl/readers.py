@@ -53,6 +53,10 @@ class DenseReader:
         """``ids`` ``[N, K]`` -> ``[N, K]``."""
         return self._at_items(self._log_p.gather(-1, ids.to(self._index.device)[self._index]))
 
+    def sum_p2(self) -> torch.Tensor:
+        """``[N]`` sum of the squared probabilities, no gradient."""
+        return self._at_items((2.0 * self._log_p.detach()).exp().sum(-1))
+
     def topk(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-probs, ids), ``[N, k]`` each, no gradient."""
         values, ids = self._log_p.detach().topk(k, dim=-1)

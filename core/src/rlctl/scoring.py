@@ -2,8 +2,8 @@
 
 N tokens of the micro-batch, K alternatives.
 
-``topk_ids`` and ``topk_log_probs`` are of the ``meta[TOPK]`` most probable tokens; ``log_probs_at`` is of the tokens of the item
-field ``SCORE_IDS`` ``[N, K]``.
+``sum_p2`` is the sum of the squared probabilities of the vocabulary. ``topk_ids`` and ``topk_log_probs`` are of the ``meta[TOPK]``
+most probable tokens; ``log_probs_at`` is of the tokens of the item field ``SCORE_IDS`` ``[N, K]``.
 """
 
 from __future__ import annotations
@@ -27,8 +27,22 @@ SCORE_IDS = "score_ids"
 
 _TOPK = ("topk_ids", "topk_log_probs")
 
+_OPTIONAL = {
+    "experts": ("what its experts were", "a mixture of experts on an engine whose notes have 'experts'"),
+    "sum_p2": ("the sum of the squared probabilities", "an engine whose reader has sum_p2()"),
+}
+"""What not every reader has, in words, and where it is."""
+
 SCORES: dict[ModelType, tuple[str, ...]] = {
-    ModelType.LANGUAGE_MODEL: ("log_probs", "entropy", "experts", "topk_ids", "topk_log_probs", "log_probs_at"),
+    ModelType.LANGUAGE_MODEL: (
+        "log_probs",
+        "entropy",
+        "sum_p2",
+        "experts",
+        "topk_ids",
+        "topk_log_probs",
+        "log_probs_at",
+    ),
     ModelType.VALUE_MODEL: ("values",),
 }
 """What a model with each head can be asked for."""
@@ -81,14 +95,11 @@ def _first(items: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _one(reader: Any, name: str) -> torch.Tensor:
-    if name == "experts":
-        experts = getattr(reader, "experts", None)
-        if experts is None:
-            raise EngineError(
-                "this engine does not report what its experts were",
-                found="a reader without experts()",
-                wanted="a mixture of experts on an engine whose notes have 'experts'",
-            )
-        return experts()
+    if name in _OPTIONAL:
+        method = getattr(reader, name, None)
+        if method is None:
+            what, wanted = _OPTIONAL[name]
+            raise EngineError(f"this engine does not report {what}", found=f"a reader without {name}()", wanted=wanted)
+        return method()
     method = {"log_probs": "log_prob", "entropy": "entropy", "values": "values"}[name]
     return getattr(reader, method)()

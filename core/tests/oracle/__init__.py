@@ -28,7 +28,9 @@ Weights: ``aggregation.weights`` gives one float a token; ``aggregation.weighted
 Conventions that hold everywhere
 --------------------------------
 * A masked token is skipped: recursions run over the unmasked tokens of a row as if the others were not there.
-* A group of one has mean 0 and standard deviation 1 (its advantage is its reward), as verl does it.
+* A group of one has mean 0 and standard deviation 1 (its advantage is its reward), as verl does it. rlctl takes the mean
+  of one to be that one, as the papers' formulas say: its advantage is 0, for it has nothing to be compared with. The
+  comparison leaves such groups out and states rlctl's own definition apart.
 * Standard deviations within a group are sample deviations (n - 1), with 1e-6 added to the deviation.
 * Whitening over the batch is over unmasked tokens, with the sample variance (n - 1) and 1e-8 added to the variance.
 * Log ratios are not clamped before the exponential unless ``log_ratio_bound`` is given. verl clamps them to [-20, 20];

@@ -152,17 +152,21 @@ def gdpo(
     *,
     weights: Sequence[float] | None = None,
     group_eps: float = 1e-6,
-    eps: float = 1e-8,
+    eps: float = 1e-6,
 ) -> list[list[float]]:
     """GDPO (Liu et al. 2026, arXiv:2601.05242): each reward is normalised in its group on its own.
 
-    ``components[k][row]``: the k-th reward. A_i = whiten(sum_k w_k (r_ki - mean_k) / (std_k + group_eps)); weights
-    default to 1. The paper normalises over the batch's rows; taken: over unmasked tokens, as verl documents ("the
-    batch-level whitening used by the trainer"). A group of one has mean 0 and std 1 in each component.
+    ``components[k][row]``: the k-th reward. S_i = sum_k w_k (r_ki - mean_k) / (std_k + group_eps); weights default to 1.
+    A_i = (S_i - mean S) / (std S + eps), mean and std over the batch's rows: eq. 6 takes them over all (prompt, sample)
+    pairs. (verl whitens over unmasked tokens instead, where a long row weighs more.) One row alone: 0. A group of one
+    has mean 0 and std 1 in each component.
     """
     weights = [1.0] * len(components) if weights is None else weights
     summed = [0.0] * len(groups)
     for weight, rewards in zip(weights, components, strict=True):
         for row, value in enumerate(_normalised(rewards, groups, True, group_eps)):
             summed[row] += weight * value
-    return whiten(spread(summed, masks), masks, eps)
+    if len(summed) < 2:
+        return spread([0.0] * len(summed), masks)
+    centre, deviation = mean(summed), math.sqrt(sample_variance(summed))
+    return spread([(value - centre) / (deviation + eps) for value in summed], masks)

@@ -67,6 +67,13 @@ def test_values_and_gradients_equal_the_full_computation(monkeypatch, spec, temp
     torch.testing.assert_close(top[0], want_top[0], atol=2e-5, rtol=1e-5)
     assert torch.equal(top[1], want_top[1])
     assert not top[0].requires_grad
+    torch.testing.assert_close(
+        got.sum_p2(),
+        want.log_prob_at(torch.arange(V).expand(len(ids), V)).exp().square().sum(-1) * (want.log_prob() != 0),
+        atol=1e-6,
+        rtol=1e-5,
+    )
+    torch.testing.assert_close(want.sum_p2(), got.sum_p2(), atol=1e-6, rtol=1e-5)
     _everything(got, ids).backward()
     _everything(want, ids).backward()
     for mine, exact in zip(leaves, exact_leaves, strict=True):

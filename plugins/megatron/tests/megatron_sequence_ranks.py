@@ -177,6 +177,7 @@ def compare_reader(
         number, got = everything(found, batch, vocab)
         number.backward()
         top, want_top = found.topk(min(3, vocab)), dense.topk(min(3, vocab))
+        squares = off_by([found.sum_p2()], [dense.sum_p2()])
     assert found._raw is None or found._raw.nbytes <= keep_bytes, "kept more than was allowed"
     weight_grad = torch.cat([_grad(w0), torch.zeros_like(padded[vocab:])])[start : start + rows]
     return {
@@ -184,6 +185,7 @@ def compare_reader(
         "hidden": off_by([_summed(_grad(h1), place.cp_group, place.tp_group if sp else None)], [_grad(h0)]),
         "weight": off_by([_summed(_grad(w1), place.cp_group)], [weight_grad]),
         "top": off_by(top[:1], want_top[:1]),
+        "squares": squares,
         "top ids": float((top[1] != want_top[1]).sum()),
     }
 

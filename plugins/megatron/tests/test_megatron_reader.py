@@ -16,7 +16,7 @@ from rlctl_megatron import token_stats as stats_module
 from rlctl_megatron.layout import lay_out
 from rlctl_megatron.mesh import Place
 from rlctl_megatron.reader import ValueReader, VocabParallelReader
-from rlctl_megatron.token_stats import VocabShard, chunk_rows, raw_logits, token_stats, top_tokens
+from rlctl_megatron.token_stats import VocabShard, chunk_rows, raw_logits, squared_probs, token_stats, top_tokens
 
 CPU = torch.device("cpu")
 ALONE = Place(Topology(world_size=1), CPU)
@@ -82,6 +82,7 @@ def test_filling_of_the_vocabulary_has_no_probability() -> None:
     assert every is not None
     torch.testing.assert_close(every.exp().sum(-1), torch.ones(5))
     assert int(top_tokens(hidden, shard, 5)[1].max()) < VOCAB
+    torch.testing.assert_close(squared_probs(hidden, shard), (2 * every).exp().sum(-1))
 
 
 def test_large_logits_keep_their_entropy() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from rlctl.algorithms.lookup import Algorithm
 from rlctl.algorithms.policy_losses.base import TokenPolicyLoss
+from rlctl.batch import PackedBatch
 from rlctl.config.schema_algorithm import AlgorithmConfig, PolicyLossConfig
 from rlctl.errors import AlgorithmError
 
@@ -51,6 +52,32 @@ def call_policy_loss(
             next=f"correct {algorithm.spec.target}",
         )
     return found
+
+
+def choose_tokens(
+    chooser: Algorithm, section: PolicyLossConfig, batch: PackedBatch, generator: torch.Generator
+) -> PackedBatch:
+    """A whole mini-batch with the item fields of its loss's choice.
+
+    Args:
+        chooser: see :attr:`rlctl.algorithms.lookup.Algorithm.chooser`; of the section it gets the settings that it names.
+        batch: every row of one optimizer step, with ``advantages`` and ``old_log_probs``.
+
+    Raises:
+        AlgorithmError: the function fails, or returns something else.
+    """
+    settings = {name: value for name, value in settings_of(chooser, section).items() if chooser.takes(name)}
+    mask = batch.items["loss_mask"].bool()
+    found = chooser.call({**batch.items, "mask": mask, "row_ids": batch.row_ids(), "generator": generator}, settings)
+    for name, value in found.items() if isinstance(found, dict) else [("", found)]:
+        if not name or not isinstance(value, torch.Tensor) or value.shape[:1] != mask.shape:
+            raise AlgorithmError(
+                f"the choice of tokens of the {chooser.label} returned no fields",
+                found=f"{name}: {_shown(value)}" if name else _shown(value),
+                wanted=f"a dict of tensors of shape ({len(mask)}, ...)",
+                next=f"correct {chooser.spec.target}",
+            )
+    return batch.with_items(**found)
 
 
 def call_advantages(

@@ -66,9 +66,7 @@ def sampled_divergence(
     Raises:
         ValueError: another kind; k1 is a reward and no loss (:func:`k1_reward`).
     """
-    if kind == "abs":
-        loss = (log_probs - teacher_log_probs).abs()
-    elif kind in SAMPLED_MODES:
+    if kind in SAMPLED_MODES:
         loss = kl_estimate(log_probs, teacher_log_probs, kind)
     elif kind == "k1":
         raise ValueError("k1 as a loss has a gradient that does not depend on the teacher: take k1_reward")

@@ -81,7 +81,7 @@ class DistillationLoss:
         else:
             per_token = sampled_divergence(log_probs, teacher, cfg.loss_mode, loss_max=cfg.loss_max)
         policy = PolicyLoss(self.actor, self.check_rollout, self.algorithm).of(
-            log_probs, entropy, field, advantages, batch
+            reader, log_probs, entropy, field, advantages, batch
         )
         distilled = total(per_token)
         sums["distillation/loss"] = distilled.detach()

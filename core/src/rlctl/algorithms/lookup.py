@@ -79,11 +79,12 @@ class Algorithm:
         """True when its signature names this input."""
         return name in self.parameters()
 
-    def prepare(self) -> Callable[..., Any] | None:
-        """The function that chooses among the tokens of a mini-batch, or None."""
+    @property
+    def chooser(self) -> Algorithm | None:
+        """What chooses among the tokens of a mini-batch before it is split, or None."""
         if not self.spec.prepare:
             return None
-        return _function(Algorithm(_with_target(self.spec, self.spec.prepare), self.dist))
+        return Algorithm(AlgorithmSpec(self.spec.name, self.spec.kind, self.spec.prepare), self.dist)
 
     def call(self, offered: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
         """Call it with those of ``offered`` that it names, and ``settings``.
@@ -284,7 +285,3 @@ def _place(error: BaseException, target: str) -> str:
     if isinstance(error, SyntaxError) and error.filename == file and error.lineno:
         lines.append(error.lineno)
     return f" (line {lines[-1]})" if lines else ""
-
-
-def _with_target(spec: AlgorithmSpec, target: str) -> AlgorithmSpec:
-    return AlgorithmSpec(spec.name, spec.kind, target, spec.summary, spec.paper)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from rlctl.algorithms.calling import call_policy_loss
-from rlctl.algorithms.kl import kl_estimate
+from rlctl.algorithms.kl import FULL, full_kl, kl_estimate
 from rlctl.algorithms.lookup import Algorithm, builtin
 from rlctl.batch import PackedBatch
 from rlctl.config.schema import ActorConfig
@@ -24,7 +24,8 @@ class PolicyLoss:
     """Policy gradient with optional KL to a reference and entropy bonus.
 
     Fields read: ``item_weight``, ``loss_mask``, ``advantages``, and where present ``old_log_probs`` (absent: the batch is
-    exactly on policy, so the old log-probs are the current ones), ``ref_log_probs``, ``rollout_log_probs``, and what the
+    exactly on policy, so the old log-probs are the current ones), ``ref_log_probs`` (with ``kl_loss_type`` full also
+    ``ref_log_probs_all`` ``[N, V]``), ``rollout_log_probs``, and what the
     policy loss names beside them.
 
     Args:
@@ -38,10 +39,11 @@ class PolicyLoss:
     def __call__(self, reader: LogitsReader, batch: PackedBatch) -> LossOutput:
         log_probs, entropy = reader.log_prob_and_entropy()
         field = {k: v.to(log_probs.device) for k, v in batch.items.items()}
-        return self.of(log_probs, entropy, field, field["advantages"], batch)
+        return self.of(reader, log_probs, entropy, field, field["advantages"], batch)
 
     def of(
         self,
+        reader: LogitsReader,
         log_probs: torch.Tensor,
         entropy: torch.Tensor,
         field: Mapping[str, torch.Tensor],
@@ -51,7 +53,9 @@ class PolicyLoss:
         """The loss from what was read already: log-probs, entropy and advantages ``[N]``, and the batch's item fields."""
         cfg = self.config
         weight, mask = field["item_weight"], field["loss_mask"].bool()
-        old = field.get("old_log_probs", log_probs.detach())
+        # What stands at other positions is nobody's: an infinity there would make the gradient NaN, which no mask mends later.
+        old = torch.where(mask, field["old_log_probs"], 0.0) if "old_log_probs" in field else log_probs.detach()
+        advantages = torch.where(mask, advantages, 0.0)
         algorithm = self.algorithm or builtin(AlgorithmKind.POLICY_LOSS, cfg.policy_loss.loss_mode)
         offered = {
             **field,
@@ -86,8 +90,13 @@ class PolicyLoss:
         maxes: dict[str, torch.Tensor | float] = {}
         if cfg.entropy_coeff:
             loss = loss - cfg.entropy_coeff * total(entropy)
-        if "ref_log_probs" in field:
-            kl = total(kl_estimate(log_probs, field["ref_log_probs"], cfg.kl_loss_type))
+        if cfg.use_kl_loss and "ref_log_probs" in field:
+            if cfg.kl_loss_type == FULL:
+                theirs = field["ref_log_probs_all"]
+                every = torch.arange(theirs.shape[1], device=theirs.device).expand_as(theirs)
+                kl = total(full_kl(reader.log_prob_at(every), theirs))
+            else:
+                kl = total(kl_estimate(log_probs, field["ref_log_probs"], cfg.kl_loss_type))
             sums["actor/kl_loss"] = kl.detach()
             loss = loss + cfg.kl_loss_coef * kl
         # Padding too reports these names: the ranks reduce them together.

@@ -23,16 +23,39 @@ def algorithm_faults(config: RunConfig) -> list[str]:
     faults: list[str] = []
     advantage = ADVANTAGES.get(config.algorithm.adv_estimator)
     loss = POLICY_LOSSES.get(config.actor.policy_loss.loss_mode)
-    trained_on = config.distillation is None or config.distillation.use_task_rewards
     if advantage is not None:
-        if trained_on and advantage.groups and config.rollout.n < 2:
+        task = config.distillation is None or config.distillation.use_task_rewards
+        if task and advantage.groups and config.rollout.n < 2:
             faults.append(
                 f"rollout.n is {config.rollout.n}: {advantage.name} compares the samples of one prompt and needs at least 2"
             )
         faults += _unread("algorithm", config.algorithm, advantage, ADVANTAGES)
     if loss is not None:
         faults += _unread("actor.policy_loss", config.actor.policy_loss, loss, POLICY_LOSSES)
-    return faults
+    if advantage is not None and advantage.per_token and loss is not None and loss.name == "geo_mean":
+        faults.append(
+            f"geo_mean has one advantage a row, and those of {advantage.name} differ from token to token: take gspo or vanilla"
+        )
+    return faults + list(_with_teacher(config, advantage, loss))
+
+
+def _with_teacher(config: RunConfig, advantage: AlgorithmSpec | None, loss: AlgorithmSpec | None) -> Iterator[str]:
+    distillation = config.distillation
+    if distillation is None:
+        return
+    mode = f"distillation.loss_mode {distillation.loss_mode}"
+    if not distillation.use_task_rewards and config.algorithm.adv_estimator != "grpo":
+        yield (
+            f"algorithm.adv_estimator is {config.algorithm.adv_estimator}, and without distillation.use_task_rewards nothing "
+            "learns from its advantages: set use_task_rewards, or take it out"
+        )
+    if not distillation.uses_policy_loss and config.actor.policy_loss.loss_mode != "vanilla":
+        yield (
+            f"actor.policy_loss.loss_mode is {config.actor.policy_loss.loss_mode}, and {mode} has no policy loss without "
+            "distillation.use_task_rewards: set it, or take the loss out"
+        )
+    elif distillation.loss_mode == "k1" and loss is not None and (loss.prepare or loss.name == "geo_mean"):
+        yield f"{mode} is a reward at each token, which {loss.name} cannot take: set actor.policy_loss.loss_mode=vanilla"
 
 
 def _unread(section: str, values: Strict, chosen: AlgorithmSpec, table: Mapping[str, AlgorithmSpec]) -> Iterator[str]:

@@ -4,25 +4,54 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
 from rlctl.config.base import Strict
+
+Share = Annotated[float, Field(gt=0, le=1)]
 
 OWN_FUNCTION = "a name of docs/algorithms.md, of a plugin, or path/to/file.py:function"
 
 
 class PolicyLossConfig(Strict):
-    """The policy loss. A bound that is not set is the one of the loss's paper; one that the loss does not read is refused."""
+    """The policy loss (docs/algorithms.md). What is not set is the loss's own default; what it does not read is refused."""
 
     loss_mode: str = Field(default="vanilla", min_length=1, description=f"Which policy loss: {OWN_FUNCTION}.")
     clip_ratio_low: float | None = Field(
-        default=None, ge=0, le=1, description="Lower bound of the loss, for most: the ratio is clipped below 1 - this."
+        default=None,
+        ge=0,
+        le=1,
+        description="The ratio is clipped below 1 - this. geo_mean: log-ratios below -this; dppo_*: bound on the divergence "
+        "where the advantage is negative.",
     )
     clip_ratio_high: float | None = Field(
-        default=None, ge=0, description="Upper bound of the loss, for most: the ratio is clipped above 1 + this."
+        default=None,
+        ge=0,
+        description="The ratio is clipped above 1 + this. geo_mean: log-ratios above this; dppo_*: bound on the divergence "
+        "where the advantage is positive.",
     )
     clip_ratio_c: Annotated[float, Field(gt=1)] | None = Field(
-        default=None, description="Dual clip: bound on the loss of negative advantages."
+        default=None,
+        description="vanilla: dual clip, bound on the loss of negative advantages (3). dppo_*: bound on the ratio (20).",
+    )
+    tau_pos: PositiveFloat | None = Field(
+        default=None, description="sapo: how fast the gate closes where the advantage is positive (1)."
+    )
+    tau_neg: PositiveFloat | None = Field(default=None, description="sapo: how fast the gate closes elsewhere (1.05).")
+    clip_cov_ratio: Share | None = Field(
+        default=None, description="clip_cov: share of the tokens of an optimizer step that are left out (0.0002)."
+    )
+    clip_cov_lb: float | None = Field(
+        default=None, description="clip_cov: only tokens of a covariance above this are left out (1)."
+    )
+    clip_cov_ub: float | None = Field(
+        default=None, description="clip_cov: only tokens of a covariance below this are left out (5)."
+    )
+    kl_cov_ratio: Share | None = Field(
+        default=None, description="kl_cov: share of the tokens of an optimizer step that get the KL (0.0002)."
+    )
+    ppo_kl_coef: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="kl_cov: weight of that KL (1)."
     )
     args: dict[str, Any] = Field(default_factory=dict, description="Further arguments of a function of your own.")
 
@@ -36,6 +65,7 @@ class AlgorithmConfig(Strict):
     norm_adv_by_std_in_grpo: bool = Field(
         default=True, description="grpo, grpo_passk: divide by the standard deviation of the prompt's samples."
     )
+    gamma: float = Field(default=1.0, gt=0, le=1, description="reinforce_plus_plus: discount of one token.")
     adv_args: dict[str, Any] = Field(default_factory=dict, description="Further arguments of a function of your own.")
     bypass_mode: bool = Field(
         default=False, description="Take the rollout's log-probs as old log-probs instead of recomputing them."

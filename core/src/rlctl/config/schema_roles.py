@@ -12,6 +12,12 @@ from rlctl.config.schema_model import ModelConfig, OptimConfig, ParallelConfig
 from rlctl.config.schema_runtime import MAIN_POOL
 from rlctl.normalizer_modes import LossAggMode
 
+# fmt: off
+KlType = Literal[
+    "k1", "k2", "k3", "abs", "full", "kl", "mse", "low_var_kl", "k1+", "k2+", "k3+", "abs+", "kl+", "mse+", "low_var_kl+"
+]
+# fmt: on
+
 
 class TrainRole(Strict):
     """What the roles that run a training engine share."""
@@ -46,10 +52,11 @@ class ActorConfig(TrainRole):
     entropy_coeff: float = Field(default=0.0, description="Weight of the entropy bonus.")
     use_kl_loss: bool = Field(default=False, description="Add the KL to the reference to the loss.")
     kl_loss_coef: float = Field(default=0.001, ge=0, description="Weight of the KL in the loss.")
-    kl_loss_type: Literal["k1", "k2", "k3", "kl", "mse", "low_var_kl"] = Field(
+    kl_loss_type: KlType = Field(
         default="k3",
-        description="KL estimator; kl, mse and low_var_kl are other names of k1, k2 and k3. The gradient of k1 is zero in "
-        "expectation: it measures and regularises nothing.",
+        description="KL estimator; kl, mse and low_var_kl are other names of k1, k2 and k3, and a + behind one takes the gradient "
+        "of k2. The gradient of k1 is zero in expectation: it measures and regularises nothing. full: the sum over the "
+        "vocabulary, for small ones.",
     )
     skip_zero_advantage: bool = Field(
         default=True,

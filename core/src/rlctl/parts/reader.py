@@ -12,6 +12,7 @@ V vocabulary, D hidden.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -256,21 +257,36 @@ class ChunkedReader(_ScoredTokens):
     @torch.no_grad()
     def topk(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`rlctl.logits.LogitsReader.topk`."""
-        head, hidden = self._head, self._hidden
-        raw = self._raw_logits()
+        hidden = self._hidden
         log_probs = hidden.new_empty((hidden.shape[0], k), dtype=torch.float32)
         ids = torch.empty((hidden.shape[0], k), dtype=torch.long, device=hidden.device)
+        for c, z in self._chunks():
+            best = z.topk(k, dim=-1)
+            log_probs[c] = best.values - z.logsumexp(-1, keepdim=True)
+            ids[c] = best.indices
+        return self._spread(log_probs), self._spread(ids)
+
+    @torch.no_grad()
+    def sum_p2(self) -> torch.Tensor:
+        """See :class:`rlctl.logits.LogitsReader`."""
+        out = self._hidden.new_empty(self._hidden.shape[0], dtype=torch.float32)
+        for c, z in self._chunks():
+            e = (z - z.amax(-1, keepdim=True)).exp_()
+            total = e.sum(-1)
+            out[c] = e.square_().sum(-1) / total.square()
+        return self._spread(out)
+
+    def _chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """(which tokens, their logits ``[C, V]`` in float32), chunk by chunk."""
+        head, hidden = self._head, self._hidden
+        raw = self._raw_logits()
         rows = chunk_rows(head.weight.shape[0], hidden.device.type)
         with torch.autocast(hidden.device.type, enabled=False):
             w, b = _cast(head.weight, head.bias, head.dtype)
             for s in range(0, hidden.shape[0], rows):
                 c = slice(s, s + rows)
                 product = raw[c] if raw is not None else F.linear(hidden[c].to(head.dtype), w, b)
-                z = _scaled(product, head.spec, head.temperature)
-                best = z.topk(k, dim=-1)
-                log_probs[c] = best.values - z.logsumexp(-1, keepdim=True)
-                ids[c] = best.indices
-        return self._spread(log_probs), self._spread(ids)
+                yield c, _scaled(product, head.spec, head.temperature)
 
     @torch.no_grad()
     def _raw_logits(self) -> torch.Tensor | None:
@@ -327,3 +343,8 @@ class FullReader(_ScoredTokens):
         """See :meth:`rlctl.logits.LogitsReader.topk`."""
         best = self._log_p.topk(k, dim=-1)
         return self._spread(best.values), self._spread(best.indices)
+
+    @torch.no_grad()
+    def sum_p2(self) -> torch.Tensor:
+        """See :class:`rlctl.logits.LogitsReader`."""
+        return self._spread((2.0 * self._log_p).exp().sum(-1))

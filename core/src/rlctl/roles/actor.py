@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rlctl.algorithms.calling import choose_tokens
 from rlctl.algorithms.distillation_loss import DIAGNOSTICS, DistillationLoss
 from rlctl.algorithms.lookup import Algorithm, builtin
 from rlctl.algorithms.losses import PolicyLoss
@@ -63,11 +64,11 @@ class ActorRole:
         """All optimizer steps of one batch: ``ppo_epochs`` passes over mini-batches of ``rows_per_step`` rows.
 
         Args:
-            batch: carries ``advantages`` and, unless there is exactly one step, ``old_log_probs``.
+            batch: carries ``advantages`` and, unless there is exactly one step of a loss that does without, ``old_log_probs``.
             rows_per_step: rows of one optimizer step.
             keep: rows that have a gradient; the others are left out of the passes but counted by the normaliser, so
                 the step is the same one.
-            generator: shuffles the rows of later epochs.
+            generator: shuffles the rows of later epochs, and makes the choices of a loss that chooses tokens.
 
         Returns:
             Metrics by the field's names, averaged over the steps (maxima for ``*_max``).
@@ -83,14 +84,16 @@ class ActorRole:
                 order = torch.randperm(batch.num_rows, generator=generator).tolist()
             for start in range(0, batch.num_rows, rows_per_step):
                 rows = order[start : start + rows_per_step]
-                steps.append(self._step(self._weighted(batch, rows, keep), first=not steps))
+                steps.append(self._step(self._weighted(batch, rows, keep, generator), first=not steps))
         return _average(steps)
 
-    def _weighted(self, batch: PackedBatch, rows: list[int], keep: set[int]) -> PackedBatch:
-        """The mini-batch ``rows``, weighted as a whole, less the rows without a gradient."""
+    def _weighted(self, batch: PackedBatch, rows: list[int], keep: set[int], generator: torch.Generator) -> PackedBatch:
+        """The mini-batch ``rows``, weighted and its tokens chosen as a whole, less the rows without a gradient."""
         mini = batch.select(rows)
         weights = item_weights(mini, self.config.loss_agg_mode, norm_length=self.norm_length)
         mini = mini.with_items(item_weight=weights)
+        if (chooser := self.formula.chooser) is not None:
+            mini = choose_tokens(chooser, self.config.policy_loss, mini, generator)
         kept = [i for i, row in enumerate(rows) if row in keep]
         if not kept:
             # A zero gradient still takes its step: moments decay and the schedule moves, as without leaving rows out.

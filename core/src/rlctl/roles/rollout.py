@@ -61,6 +61,20 @@ class RolloutRole:
         )
         return self.engine.generate(GenerateRequest(prompts, params), on_progress)
 
+    def greedy(
+        self, prompts: Sequence[Sequence[int]], seed: int, on_progress: Callable[[int], None] | None = None
+    ) -> list[Completion]:
+        """The most probable completion of each prompt, token by token."""
+        params = SamplingParams(
+            n=1,
+            temperature=0.0,
+            max_tokens=self.max_tokens,
+            stop=self.config.stop,
+            stop_token_ids=self.stop_token_ids,
+            seed=seed,
+        )
+        return self.engine.generate(GenerateRequest(prompts, params), on_progress)
+
     def validate(
         self, prompts: Sequence[Sequence[int]], seed: int, on_progress: Callable[[int], None] | None = None
     ) -> list[Completion]:

@@ -32,7 +32,9 @@ class ReaderConformance(BackendConformance):
             values, ids = reader.topk(vocab)
             two = torch.stack([torch.full_like(micro_batch.items["input_ids"], 1), micro_batch.items["input_ids"]], 1)
             both = reader.log_prob_and_entropy()
+            squared = getattr(reader, "sum_p2", None)
             return {
+                **({} if squared is None else {"sum_p2": squared()}),
                 "log_prob": reader.log_prob(),
                 "other": reader.log_prob(torch.full_like(micro_batch.items["input_ids"], 1)),
                 "entropy": reader.entropy(),
@@ -64,6 +66,8 @@ class ReaderConformance(BackendConformance):
         assert self._close(full["both_log_prob"], full["log_prob"])
         assert self._close(full["both_entropy"], full["entropy"])
         assert self._close(full["top3"][mask], log_p[:, :3])
+        if "sum_p2" in full:
+            assert self._close(full["sum_p2"][mask], log_p.exp().square().sum(-1))
         assert float(own.std()) > 1e-4, "every token is as likely as any other: this model cannot show anything"
 
     def test_unscored_positions_are_zero(self, build: Build) -> None:

@@ -16,6 +16,7 @@ from rlctl.algorithms.lookup import Algorithm
 from rlctl.batch import GROUP, PackedBatch
 from rlctl.config.schema_algorithm import AlgorithmConfig
 from rlctl.data.rewards import RewardResult
+from rlctl.generation import Completion
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,12 @@ def last_token_rewards(scores: torch.Tensor, mask: torch.Tensor, cu_seqlens: tor
     there = last >= 0
     out[last[there]] = scores[there]
     return out
+
+
+def by_group(batch: PackedBatch, completions: Sequence[Completion], scores: Sequence[float]) -> torch.Tensor:
+    """``[R]`` float64 the score of the one completion of each row's prompt."""
+    of_prompt = {c.prompt_index: score for c, score in zip(completions, scores, strict=True)}
+    return torch.tensor([of_prompt[group] for group in batch.rows[GROUP].tolist()], dtype=torch.float64)
 
 
 def rows_with_advantage(batch: PackedBatch) -> set[int]:

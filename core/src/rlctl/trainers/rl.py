@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rlctl.algorithms.kl import FULL
 from rlctl.batch import GROUP, PackedBatch, pack
 from rlctl.data.prompts import PromptEncoder
 from rlctl.data.rewards import RewardScorer
@@ -21,7 +22,7 @@ from rlctl.roles.budget import SkipBudget
 from rlctl.roles.reference import ReferenceRole
 from rlctl.roles.rollout import RolloutRole
 from rlctl.roles.teacher import TeacherRole, teacher_of
-from rlctl.trainers.advantages import AdvantageStage, advantage_metrics, rows_with_advantage
+from rlctl.trainers.advantages import AdvantageStage, advantage_metrics, by_group, rows_with_advantage
 from rlctl.trainers.evaluation import ScoredRollout, length_metrics, score_completions, validate, watch_rows
 from rlctl.trainers.setup import Context
 from rlctl.trainers.teachers import held_out_kl
@@ -108,9 +109,9 @@ class RLTrainer:
                 completions = self.rollout.sample(prompts, seed, bar.advance)
         with timer("reward"), self.context.reporter.phase("reward", None):
             rollout = score_completions(rows, prompts, completions, self.encoder, self.scorer)
-        batch = self.pack(rollout)
+        batch, inputs = self.advantage_inputs(self.pack(rollout), rollout, step, timer)
         with timer("adv"):
-            batch = self.advantages(batch, rollout.rewards)
+            batch = self.advantages(batch, rollout.rewards, inputs)
         scores = torch.tensor(rollout.scores, dtype=torch.float32)
         if self.teacher is not None:
             with timer("teacher"), self.context.reporter.phase("teacher", None):
@@ -145,6 +146,30 @@ class RLTrainer:
             **self.memory(),
         }
         return metrics, rollout
+
+    def advantage_inputs(
+        self, batch: PackedBatch, rollout: ScoredRollout, step: int, timer: StepTimer
+    ) -> tuple[PackedBatch, dict[str, torch.Tensor]]:
+        """What the estimator names and has to be made (:data:`rlctl.algorithms.table.COSTLY`), by name.
+
+        Old log-probs stay in the batch, where the update would else make them.
+        """
+        takes, inputs = self.advantages.takes, dict[str, torch.Tensor]()
+        if takes("greedy_scores"):
+            with timer("gen_max"), self.context.reporter.phase("greedy baseline", None):
+                completions = self.rollout.greedy(rollout.prompts, step_seed(self.context.config.trainer.seed, step, 3))
+                greedy = score_completions(rollout.rows, rollout.prompts, completions, self.encoder, self.scorer)
+            inputs["greedy_scores"] = by_group(batch, completions, greedy.scores)
+        if self.context.config.algorithm.bypass_mode:
+            batch = batch.with_items(old_log_probs=batch.items["rollout_log_probs"])
+        want = ("log_probs",) if takes("old_log_probs") and "old_log_probs" not in batch.items else ()
+        want += ("sum_p2",) if takes("sum_p2") else ()
+        if want:
+            with timer("old_log_prob"):
+                inputs |= self.actor.score(batch, want)
+        if "log_probs" in inputs:
+            batch = batch.with_items(old_log_probs=inputs.pop("log_probs"))
+        return batch, inputs
 
     def memory(self) -> dict[str, float]:
         """Peak memory in GiB: the largest over the ranks of every pool."""
@@ -194,17 +219,16 @@ class RLTrainer:
                 scored = self.actor.score(batch)["log_probs"]
             self.compare(batch, scored)
             self.checked_all_rows = True
-        if config.algorithm.bypass_mode:
-            batch = batch.with_items(old_log_probs=batch.items["rollout_log_probs"])
-        elif not one_step:
-            # With exactly one optimizer step the old log-probs are the current ones: a pass of its own adds nothing.
+        if "old_log_probs" not in batch.items and (not one_step or self.actor.formula.chooser is not None):
+            # With exactly one optimizer step the old log-probs are the current ones: a pass of its own adds nothing, unless
+            # tokens are chosen by them before that step.
             with timer("old_log_prob"):
                 batch = batch.with_items(old_log_probs=self.actor.score(batch)["log_probs"])
         keep = self.rows_with_gradient(batch)
         metrics["actor/rows_with_gradient"] = len(keep) / batch.num_rows
         if self.reference is not None:
             with timer("ref"):
-                batch = batch.with_items(ref_log_probs=self.reference.score(batch))
+                batch = batch.with_items(**self.reference.score(batch, whole=actor_cfg.kl_loss_type == FULL))
         generator = torch.Generator().manual_seed(step_seed(config.trainer.seed, step, 1))
         with timer("update_actor"):
             metrics |= self.actor.update(batch, rows_per_step, keep, generator)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from rlctl.errors import BatchError
 from rlctl_megatron.layout import Laid
-from rlctl_megatron.token_stats import VocabShard, raw_logits, token_stats, top_tokens
+from rlctl_megatron.token_stats import VocabShard, raw_logits, squared_probs, token_stats, top_tokens
 
 
 def predicting(
@@ -163,6 +163,10 @@ class VocabParallelReader(_ScoredTokens):
         """
         log_probs, ids = top_tokens(self._hidden, self._shard, k, self._kept())
         return self._spread(log_probs), self._spread(ids)
+
+    def sum_p2(self) -> torch.Tensor:
+        """See :class:`rlctl.logits.LogitsReader`."""
+        return self._spread(squared_probs(self._hidden, self._shard, self._kept()))
 
     def _known(self, ids: torch.Tensor) -> torch.Tensor:
         """``[N, ...]`` -> ``[p, ...]``, ids of tokens. An id that no shard has would be given a log-prob all the same.

@@ -119,6 +119,25 @@ def top_tokens(
     return best - sums.top[:, None] - sums.total.log()[:, None], ids
 
 
+@torch.no_grad()
+def squared_probs(hidden: torch.Tensor, shard: VocabShard, raw: torch.Tensor | None = None) -> torch.Tensor:
+    """``[P]`` sum over the whole vocabulary of the squared probabilities. Two collectives, however many chunks there are."""
+    num, wide = hidden.shape[0], _wide(hidden)
+    top, sums = wide.new_full((num,), float("-inf")), wide.new_zeros((num, 2))
+    for c in _chunks(num, shard.rows, hidden.device.type):
+        z = _logits(hidden[c], shard, None if raw is None else raw[c])
+        top[c] = z.amax(-1)
+        e = (z - top[c, None]).exp_()
+        sums[c, 0] = e.sum(-1)
+        sums[c, 1] = e.square_().sum(-1)
+    if shard.group is not None and num:
+        highest = _largest(top, shard.group)
+        scale = (top - highest).exp()
+        sums = sums * torch.stack([scale, scale.square()], 1)
+        dist.all_reduce(sums, group=shard.group)
+    return sums[:, 1] / sums[:, 0].square()
+
+
 class _TokenStats(torch.autograd.Function):
     """See :func:`token_stats`.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from rlctl.algorithms.policy_losses.base import TokenPolicyLoss, log_ratio
+from rlctl.algorithms.policy_losses.base import TokenPolicyLoss, clipped_surrogate, log_ratio
 
 
 def vanilla_policy_loss(
@@ -23,13 +23,11 @@ def vanilla_policy_loss(
     has a gradient.
     """
     ratio = log_ratio(log_probs, old_log_probs).exp()
-    plain = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
-    loss = torch.maximum(plain, bounded)
+    loss, clipped = clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
     limit = -advantages * clip_ratio_c
     negative = advantages < 0
     return TokenPolicyLoss(
         loss=torch.where(negative, torch.minimum(loss, limit), loss),
-        clipped=bounded > plain,
+        clipped=clipped,
         dual_clipped=negative & (loss > limit),
     )
