@@ -54,6 +54,4 @@ def offered(case: Case) -> dict[str, Any]:
 def advantages(name: str, inputs: dict[str, Any], **settings: Any) -> dict[str, torch.Tensor]:
     """``advantages`` and ``returns`` ``[N]``, through the door that the trainer uses."""
     section = AlgorithmConfig(adv_estimator=name, **settings)
-    return call_advantages(
-        builtin(AlgorithmKind.ADVANTAGE, name), section, inputs, inputs["row_ids"], inputs["mask"]
-    )
+    return call_advantages(builtin(AlgorithmKind.ADVANTAGE, name), section, inputs, inputs["row_ids"], inputs["mask"])

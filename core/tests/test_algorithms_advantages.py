@@ -75,7 +75,9 @@ def test_an_estimator_equals_its_paper(variant: str) -> None:
         assert set(found) == ({"advantages", "returns"} if len(parts) == 2 else {"advantages"})
         for got, numbers in zip(found.values(), parts, strict=True):
             # The estimators work in float64; what is handed on is float32, half an ulp of which is 6e-8 relative.
-            torch.testing.assert_close(got.double(), flat(numbers), rtol=1e-7, atol=1e-7, msg=lambda m: f"{one.seed}: {m}")
+            torch.testing.assert_close(
+                got.double(), flat(numbers), rtol=1e-7, atol=1e-7, msg=lambda m: f"{one.seed}: {m}"
+            )
 
 
 def test_outcome_rewards_lie_at_the_last_trained_token() -> None:
@@ -137,7 +139,11 @@ def test_tokens_that_are_not_trained_change_nothing(name: str) -> None:
     for one in CASES[:40]:
         longer = {}
         for field, value in vars(one).items():
-            if isinstance(value, list) and isinstance(value[0], list) and field not in ("components", "logits", "ref_logits"):
+            if (
+                isinstance(value, list)
+                and isinstance(value[0], list)
+                and field not in ("components", "logits", "ref_logits")
+            ):
                 end = [False] * 3 if field == "masks" else [-7.0, -0.5, -3.0]
                 longer[field] = [[*row, *end] for row in value]
         before = advantages(name, offered(one))["advantages"].split(one.lengths)

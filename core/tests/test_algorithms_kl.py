@@ -38,7 +38,10 @@ def test_an_estimator_equals_its_definition(kind: str) -> None:
         log_probs = leaves(one.log_probs)
         terms = reference.per_token(log_probs, one.ref_log_probs, one.masks, kind)
         total = aggregation.aggregate(terms, one.masks, "token-sum")
-        want, want_gradient = flat([[float(t.detach()) for t in row] for row in terms]), flat(gradients(total, log_probs))
+        want, want_gradient = (
+            flat([[float(t.detach()) for t in row] for row in terms]),
+            flat(gradients(total, log_probs)),
+        )
         mask = packed(one).items["loss_mask"]
         scale = max(1.0, float(want.abs().max()), float(want_gradient.abs().max()))
         for dtype, within in ((torch.float64, 1e-9), (torch.float32, 1e-5)):

@@ -17,8 +17,8 @@ from oracle.basics import gradients, leaves
 from oracle.cases import Case, case, cases
 
 from rlctl.algorithms.calling import choose_tokens
-from rlctl.algorithms.losses import PolicyLoss
 from rlctl.algorithms.lookup import builtin
+from rlctl.algorithms.losses import PolicyLoss
 from rlctl.algorithms.policy_losses.covariance import covariances
 from rlctl.algorithms.policy_losses.dppo_kl import binary_kl
 from rlctl.algorithms.policy_losses.gspo import gspo_policy_loss
@@ -67,18 +67,20 @@ REFERENCES: dict[str, tuple[dict[str, Any], Wanted]] = {
     ),
     "cispo": (
         {},
-        lambda c, lp: policy_losses.cispo(lp, c.old_log_probs, c.advantages, c.masks, clip_low=1.0, clip_high=0.2, **BOUND),
+        lambda c, lp: policy_losses.cispo(
+            lp, c.old_log_probs, c.advantages, c.masks, clip_low=1.0, clip_high=0.2, **BOUND
+        ),
     ),
     "cispo with bounds": (
         {"clip_ratio_low": 0.1, "clip_ratio_high": 2.0},
-        lambda c, lp: policy_losses.cispo(lp, c.old_log_probs, c.advantages, c.masks, clip_low=0.1, clip_high=2.0, **BOUND),
+        lambda c, lp: policy_losses.cispo(
+            lp, c.old_log_probs, c.advantages, c.masks, clip_low=0.1, clip_high=2.0, **BOUND
+        ),
     ),
     "sapo": ({}, lambda c, lp: policy_losses.sapo(lp, c.old_log_probs, c.advantages, c.masks, **BOUND)),
     "sapo with taus": (
         {"tau_pos": 0.5, "tau_neg": 3.0},
-        lambda c, lp: policy_losses.sapo(
-            lp, c.old_log_probs, c.advantages, c.masks, tau_pos=0.5, tau_neg=3.0, **BOUND
-        ),
+        lambda c, lp: policy_losses.sapo(lp, c.old_log_probs, c.advantages, c.masks, tau_pos=0.5, tau_neg=3.0, **BOUND),
     ),
     "gpg": ({}, lambda c, lp: policy_losses.gpg(lp, c.advantages, c.masks)),
     "clip_cov": (
@@ -94,7 +96,9 @@ REFERENCES: dict[str, tuple[dict[str, Any], Wanted]] = {
     "geo_mean": ({}, lambda c, lp: sequence_losses.geo_mean(lp, c.old_log_probs, c.advantages, c.masks)),
     "geo_mean with bounds": (
         {"clip_ratio_low": 0.05, "clip_ratio_high": 1.0},
-        lambda c, lp: sequence_losses.geo_mean(lp, c.old_log_probs, c.advantages, c.masks, clip_low=0.05, clip_high=1.0),
+        lambda c, lp: sequence_losses.geo_mean(
+            lp, c.old_log_probs, c.advantages, c.masks, clip_low=0.05, clip_high=1.0
+        ),
     ),
     "dppo_tv": (
         {},
@@ -166,7 +170,9 @@ def test_a_loss_equals_its_paper(variant: str, mode: str) -> None:
             loss, batch = ready(one, variant.partition(" ")[0], mode, dtype, **settings)
             out, gradient = run(loss, batch, flat(one.log_probs, dtype))
             assert float(out.loss) == pytest.approx(value, abs=within * scale), one.seed
-            torch.testing.assert_close(gradient.double(), want, rtol=0, atol=within * scale, msg=f"{variant} {one.seed}")
+            torch.testing.assert_close(
+                gradient.double(), want, rtol=0, atol=within * scale, msg=f"{variant} {one.seed}"
+            )
 
 
 @pytest.mark.parametrize("variant", REFERENCES)

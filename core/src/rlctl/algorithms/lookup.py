@@ -254,7 +254,8 @@ def _file_module(path: Path, digest: str) -> ModuleType:
             wanted=f"SHA-256 {digest[:12]}, as in the process that started the run",
             next="copy it to every host, and do not edit it while a run uses it",
         )
-    name = f"rlctl_own_{path.stem}_{digest[:12]}"
+    # Of the path too: equal files beside other neighbours are other modules.
+    name = f"rlctl_own_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}_{digest[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
