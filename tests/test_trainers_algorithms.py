@@ -30,7 +30,9 @@ def last(result) -> dict[str, float]:
 def test_every_estimator_trains(tmp_path, name) -> None:
     result = train(tmp_path, *ONE, f"algorithm.adv_estimator={name}")
     found = last(result)
-    assert found["critic/advantages/max"] > 0 > found["critic/advantages/min"]
+    assert found["critic/advantages/max"] > 0
+    # Pass@k never says that a sample was worse than nothing, and no sample need be worse than a greedy one.
+    assert found["critic/advantages/min"] < 0 or name in ("grpo_passk", "remax")
     assert found["actor/grad_norm"] > 0
     assert ("timing_s/gen_max" in found) == ("greedy_scores" in ADVANTAGES[name].needs)
     assert ("timing_s/old_log_prob" in found) or "sum_p2" not in ADVANTAGES[name].needs
@@ -53,18 +55,19 @@ def test_tokens_are_chosen_before_the_batch_is_cut(tmp_path, name) -> None:
     settings = [*ONE, f"actor.policy_loss.loss_mode={name}"]
     settings += {
         "clip_cov": ["actor.policy_loss.clip_cov_ratio=0.3", "actor.policy_loss.clip_cov_lb=0.01"],
-        "kl_cov": ["actor.policy_loss.kl_cov_ratio=0.3", *TWO_STEPS],
+        "kl_cov": ["actor.policy_loss.kl_cov_ratio=0.3", "actor.policy_loss.ppo_kl_coef=5", *TWO_STEPS],
     }[name]
     whole = train(tmp_path, *settings, name="whole")
     small = train(tmp_path, *settings, "actor.micro_batch_size_per_device=3", name="small")
     a, b = weights(whole.path), weights(small.path)
-    assert max(float((a[n] - b[n]).abs().max()) for n in a) < 1e-6
+    # One AdamW step moves a weight by up to lr = 1e-4 whatever the size of its gradient.
+    assert max(float((a[n] - b[n]).abs().max()) for n in a) < 3e-5
+    assert last(small)["actor/grad_norm"] == pytest.approx(last(whole)["actor/grad_norm"], rel=1e-4)
     assert last(small)["actor/num_micro_batches"] > last(whole)["actor/num_micro_batches"]
     if name == "clip_cov":
         assert last(whole)["actor/pg_clipfrac"] > 0
     plain = train(tmp_path, *ONE, *(TWO_STEPS if name == "kl_cov" else ()), name="plain")
-    c = weights(plain.path)
-    assert max(float((a[n] - c[n]).abs().max()) for n in a) > 1e-6, "the choice does something"
+    assert last(plain)["actor/grad_norm"] != pytest.approx(last(whole)["actor/grad_norm"], rel=1e-3), "a choice matters"
 
 
 @pytest.mark.parametrize("name", ["gspo", "kl_cov", "geo_mean"])

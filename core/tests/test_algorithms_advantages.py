@@ -75,9 +75,7 @@ def test_an_estimator_equals_its_paper(variant: str) -> None:
         assert set(found) == ({"advantages", "returns"} if len(parts) == 2 else {"advantages"})
         for got, numbers in zip(found.values(), parts, strict=True):
             # The estimators work in float64; what is handed on is float32, half an ulp of which is 6e-8 relative.
-            torch.testing.assert_close(
-                got.double(), flat(numbers), rtol=1e-7, atol=1e-7, msg=lambda m: f"{one.seed}: {m}"
-            )
+            torch.testing.assert_close(got.double(), flat(numbers), rtol=1e-7, atol=1e-7, msg=f"{variant} {one.seed}")
 
 
 def test_outcome_rewards_lie_at_the_last_trained_token() -> None:

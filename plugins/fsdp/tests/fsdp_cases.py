@@ -7,6 +7,7 @@ itself to within |g| / 100: a step that is linear in the gradient, so that updat
 
 from __future__ import annotations
 
+import math
 import random
 import zlib
 from collections.abc import Callable
@@ -17,7 +18,9 @@ import torch
 from fsdp_helpers import CONFIGS, VOCAB, build_engine, nll, ppo_like
 from torch.distributed.tensor import DTensor
 
+from rlctl.algorithms.losses import PolicyLoss
 from rlctl.batch import PackedBatch, pack
+from rlctl.config.schema import ActorConfig, PolicyLossConfig
 from rlctl.logits import LogitsReader, LossOutput
 from rlctl.microbatch import MicroBatchPlan
 from rlctl.normalizer import item_weights
@@ -70,9 +73,16 @@ def towards_alternatives(reader: LogitsReader, batch: PackedBatch) -> LossOutput
     return LossOutput(loss, sums)
 
 
+def policy_loss(loss_mode: str) -> PolicyLoss:
+    """rlctl's own loss of whole rows, with bounds that some rows are within."""
+    section = PolicyLossConfig(loss_mode=loss_mode, clip_ratio_low=0.3, clip_ratio_high=0.4)
+    return PolicyLoss(ActorConfig(policy_loss=section))
+
+
 Loss = Callable[[LogitsReader, PackedBatch], LossOutput]
 LOSSES: dict[str, Loss] = {
     "nll": nll, "ppo": ppo_like, "sequence": sequence_ratio, "alternatives": towards_alternatives,
+    "gspo": policy_loss("gspo"), "geo_mean": policy_loss("geo_mean"),
 }  # fmt: skip
 
 
@@ -125,7 +135,11 @@ class Case:
             masks.append(mask)
         # The normaliser needs one token at least.
         masks[0][-1] = True
-        return pack({"input_ids": tokens, "loss_mask": masks})
+        batch = pack({"input_ids": tokens, "loss_mask": masks})
+        # Near what the model says, on both sides of the bounds.
+        old = -math.log(VOCAB) + 0.8 * torch.randn(batch.num_items, generator=generator)
+        advantages = batch.spread(torch.randn(batch.num_rows, generator=generator))
+        return batch.with_items(old_log_probs=old, advantages=advantages)
 
 
 PER_ENGINE = 3

@@ -24,7 +24,10 @@ from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from rlctl.algorithms.losses import PolicyLoss
 from rlctl.batch import PackedBatch, pack
+from rlctl.config.schema import ActorConfig, PolicyLossConfig
+from rlctl.normalizer import item_weights
 from rlctl.readers import DenseReader, DenseValueReader
 from rlctl.topology import resolve
 from rlctl_megatron import attention, reader, standins, token_stats
@@ -67,7 +70,21 @@ def everything(found: Any, batch: PackedBatch, vocab: int) -> tuple[torch.Tensor
     plain, other, entropy = found.log_prob(), found.log_prob((ids + 3) % vocab), found.entropy()
     number = (w * plain).sum() + (w.flip(0) * entropy).sum() + (w * both[0].exp()).sum() + (both[1] ** 2).sum()
     number = number + (torch.stack([w, -w, w**2, w.flip(0)], -1) * at).sum() + (w * other).sum()
-    return number / batch.num_items, [plain, other, entropy, *both, at]
+    rows = [sequence_loss(found, batch, name) for name in ("gspo", "geo_mean")]
+    return number / batch.num_items + sum(rows), [plain, other, entropy, *both, at, torch.stack(rows)]
+
+
+def sequence_loss(found: Any, batch: PackedBatch, loss_mode: str) -> torch.Tensor:
+    """rlctl's own loss of whole rows, with bounds that some rows are within."""
+    generator = torch.Generator().manual_seed(9)
+    old = found.log_prob().detach() + 0.5 * torch.randn(batch.num_items, generator=generator).to(found.log_prob().dtype)
+    ready = batch.with_items(
+        old_log_probs=old,
+        advantages=batch.spread(torch.randn(batch.num_rows, generator=generator)),
+        item_weight=item_weights(batch, "seq-mean-token-mean"),
+    )
+    section = PolicyLossConfig(loss_mode=loss_mode, clip_ratio_low=0.3, clip_ratio_high=0.4)
+    return PolicyLoss(ActorConfig(policy_loss=section))(found, ready).loss
 
 
 def off_by(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> float:
