@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rlctl.algorithms.table import ADVANTAGES, POLICY_LOSSES
 from rlctl.config.check import check
 from rlctl.config.document import Document, dotted
 from rlctl.config.load import load_config
@@ -291,3 +292,33 @@ actor_rollout_ref:
     assert [item.path for item in result.left_out if not item.needless] == []
     fsdp = migrate(old.replace("strategy: megatron", "strategy: fsdp"), "verl.yaml").values["actor"]["engine"]
     assert fsdp["activation_checkpointing"] is True
+
+
+@pytest.mark.parametrize("name", sorted({*ADVANTAGES, "grpo_vectorized", "rloo_vectorized"} - {"dr_grpo"}))
+def test_verl_s_estimators_pass_through(name: str) -> None:
+    text = f"algorithm: {{adv_estimator: {name}, gamma: 0.9, norm_adv_by_std_in_grpo: false}}\n"
+    result = migrate(text, "verl.yaml")
+    chosen = name.removesuffix("_vectorized")
+    read = [key for key in ("gamma", "norm_adv_by_std_in_grpo") if key in ADVANTAGES[chosen].settings]
+    assert result.values["algorithm"]["adv_estimator"] == chosen
+    assert set(result.values["algorithm"]) == {"adv_estimator", *read}
+    assert not [item for item in result.left_out if not item.needless]
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_verl_s_losses_pass_through_with_the_settings_that_they_read(name: str) -> None:
+    """A file of verl has the settings of all losses; those of others would be refused here."""
+    text = (
+        "actor_rollout_ref: {actor: {clip_ratio: 0.2, clip_ratio_low: 0.1, clip_ratio_high: null, clip_ratio_c: 3.0, "
+        "tau_pos: 1.5, tau_neg: 1.1, "
+        f"policy_loss: {{loss_mode: {name}, clip_cov_ratio: 0.1, clip_cov_lb: 2.0, clip_cov_ub: 6.0, kl_cov_ratio: 0.1, "
+        "ppo_kl_coef: 0.5}}}\n"
+    )
+    result = migrate(text, "verl.yaml")
+    found = result.values["actor"]["policy_loss"]
+    assert set(found) == {"loss_mode", *POLICY_LOSSES[name].settings}
+    if "clip_ratio_low" in found:
+        assert (found["clip_ratio_low"], found["clip_ratio_high"]) == (0.1, 0.2)
+    assert not [item for item in result.left_out if not item.needless]
+    values = {"model": {"path": "m"}, "data": {"task": {"name": "sum"}}, **result.values}
+    assert RunConfig.model_validate(values).actor.policy_loss.loss_mode == name

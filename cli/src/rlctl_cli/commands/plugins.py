@@ -7,6 +7,7 @@ import click
 _STYLE = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
 _HOOKS = {
     "rlctl_rewards": "rewards",
+    "rlctl_algorithms": "algorithms",
     "rlctl_recipes": "recipes",
     "rlctl_trackers": "trackers",
     "rlctl_weight_transports": "weight transports",

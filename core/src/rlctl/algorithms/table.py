@@ -123,7 +123,7 @@ ADVANTAGES: Mapping[str, AlgorithmSpec] = {
         _advantage(
             "optimal_token_baseline",
             "optimal_token_baseline:optimal_token_baseline_advantages",
-            "G_t - mean over the prompt's samples, weighted by sum of |onehot - p|^2 up to t",
+            "G_t - mean over the prompt's samples, weighted by the squared score norm up to t",
             "arXiv 2602.07078",
             per_token=True,
             needs=("old_log_probs", "sum_p2"),
@@ -163,7 +163,7 @@ POLICY_LOSSES: Mapping[str, AlgorithmSpec] = {
         _loss(
             "kl_cov",
             "kl_cov:kl_cov_policy_loss",
-            "-r A, + coef |log r| at the tokens of highest covariance",
+            "-r A, + coef abs(log r) at the tokens of highest covariance",
             "arXiv 2505.22617",
             ("kl_cov_ratio", "ppo_kl_coef"),
             vanishes=False,
@@ -179,7 +179,7 @@ POLICY_LOSSES: Mapping[str, AlgorithmSpec] = {
         _loss(
             "dppo_tv",
             "dppo_tv:dppo_tv_policy_loss",
-            "-sg(r) A log p; 0 where |p - p_old| is over a bound",
+            "-sg(r) A log p; 0 where TV(p_old, p) is over a bound",
             "arXiv 2602.04879",
             (*CLIP, "clip_ratio_c"),
         ),

@@ -12,6 +12,7 @@ from typing import Any
 
 from rlctl.algorithms.table import ADVANTAGES, POLICY_LOSSES
 from rlctl.catalogue_memory import train_policy
+from rlctl.records import AlgorithmSpec
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,53 @@ def _truncation(value: Any, leaves: Mapping[str, Any]) -> Outcome:
     return Left("rlctl never cuts a prompt: set data.overlong_prompts to error or filter")
 
 
+def _chosen(leaves: Mapping[str, Any]) -> tuple[AlgorithmSpec | None, AlgorithmSpec | None]:
+    """(advantage estimator, policy loss) that the file names or leaves at the default; None for others."""
+    estimator, loss = (
+        leaves.get("algorithm.adv_estimator", "grpo"),
+        leaves.get("actor.policy_loss.loss_mode", "vanilla"),
+    )
+    estimator = ALIASES.get(estimator, estimator) if isinstance(estimator, str) else ""
+    return ADVANTAGES.get(estimator), POLICY_LOSSES.get(loss if isinstance(loss, str) else "")
+
+
+def _of_loss(key: str) -> Rule:
+    """A setting of the policy losses, which counts only for those that read it."""
+
+    def rule(value: Any, leaves: Mapping[str, Any]) -> Outcome:
+        if value is None:
+            return Left("not set there", needless=True)
+        loss = _chosen(leaves)[1]
+        if loss is not None and key not in loss.settings:
+            return Left(f"{loss.name} does not read it", needless=True)
+        return {f"actor.policy_loss.{key}": value}
+
+    return rule
+
+
+def _of_estimator(key: str) -> Rule:
+    """A setting of the estimators, which counts only for those that read it."""
+
+    def rule(value: Any, leaves: Mapping[str, Any]) -> Outcome:
+        estimator = _chosen(leaves)[0]
+        if value is None or estimator is None or key not in estimator.settings:
+            name = "the estimator here" if estimator is None else estimator.name
+            return Left(f"{name} does not read it", needless=True)
+        return {f"algorithm.{key}": value}
+
+    return rule
+
+
 def _clip(value: Any, leaves: Mapping[str, Any]) -> Outcome:
-    low = leaves.get("actor.clip_ratio_low", value)
-    high = leaves.get("actor.clip_ratio_high", value)
-    return {"actor.policy_loss.clip_ratio_low": low, "actor.policy_loss.clip_ratio_high": high}
+    """Both bounds from the one, where they have none of their own."""
+    loss = _chosen(leaves)[1]
+    if loss is not None and "clip_ratio_low" not in loss.settings:
+        return Left(f"{loss.name} does not read it", needless=True)
+    low, high = leaves.get("actor.clip_ratio_low"), leaves.get("actor.clip_ratio_high")
+    return {
+        "actor.policy_loss.clip_ratio_low": value if low is None else low,
+        "actor.policy_loss.clip_ratio_high": value if high is None else high,
+    }
 
 
 def _micro_rows(role: str, switch: str) -> Rule:
@@ -145,6 +189,10 @@ def _recompute(value: Any, leaves: Mapping[str, Any]) -> Outcome:
     strategy = leaves.get("actor.strategy")
     key, without, with_ = train_policy(_BACKENDS.get(strategy, "") if isinstance(strategy, str) else "").checkpointing
     return {f"actor.engine.{key}": {True: with_, False: without}[value] if isinstance(value, bool) else value}
+
+
+ALIASES = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
+"""Estimators there that are the same formula here."""
 
 
 def _formula(path: str, known: Mapping[str, Any], aliases: Mapping[str, str] | None = None) -> Rule:
@@ -208,6 +256,15 @@ RULES: dict[str, Rule] = {
     "actor.megatron.use_mbridge": needless("Hugging Face directories are always read and written"),
     "actor.megatron.use_dist_checkpointing": needless("checkpoints are always sharded"),
     "actor.clip_ratio": _clip,
+    "actor.clip_ratio_low": _of_loss("clip_ratio_low"),
+    "actor.clip_ratio_high": _of_loss("clip_ratio_high"),
+    "actor.clip_ratio_c": _of_loss("clip_ratio_c"),
+    "actor.tau_pos": _of_loss("tau_pos"),
+    "actor.tau_neg": _of_loss("tau_neg"),
+    **{
+        f"actor.policy_loss.{key}": _of_loss(key)
+        for key in ("tau_pos", "tau_neg", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
+    },
     "actor.grad_clip": to("actor.optim.clip_grad"),
     "actor.use_dynamic_bsz": needless("a token budget (max_tokens_per_device) is what switches it on"),
     "actor.ppo_micro_batch_size": left("rows over all devices; set actor.micro_batch_size_per_device"),
@@ -259,12 +316,11 @@ RULES: dict[str, Rule] = {
     "rollout.log_prob_max_token_len_per_gpu": needless("old log-probs are computed under the actor's own bounds"),
     "rollout.log_prob_use_dynamic_bsz": needless("old log-probs are computed under the actor's own bounds"),
     # ---- verl: algorithm, reward, trainer
-    "algorithm.adv_estimator": _formula(
-        "algorithm.adv_estimator", ADVANTAGES, {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
-    ),
+    "algorithm.adv_estimator": _formula("algorithm.adv_estimator", ADVANTAGES, ALIASES),
     "actor.policy_loss.loss_mode": _formula("actor.policy_loss.loss_mode", POLICY_LOSSES),
     "algorithm.use_kl_in_reward": _off_is_needless("off by default", "the KL belongs in the loss: actor.use_kl_loss"),
-    "algorithm.gamma": needless("GRPO has no discount"),
+    "algorithm.gamma": _of_estimator("gamma"),
+    "algorithm.norm_adv_by_std_in_grpo": _of_estimator("norm_adv_by_std_in_grpo"),
     "algorithm.lam": needless("GRPO has no lambda"),
     "algorithm.kl_ctrl.kl_coef": needless("counts only with the KL in the reward"),
     "algorithm.kl_ctrl.type": needless("counts only with the KL in the reward"),
