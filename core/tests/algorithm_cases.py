@@ -55,3 +55,8 @@ def advantages(name: str, inputs: dict[str, Any], **settings: Any) -> dict[str, 
     """``advantages`` and ``returns`` ``[N]``, through the door that the trainer uses."""
     section = AlgorithmConfig(adv_estimator=name, **settings)
     return call_advantages(builtin(AlgorithmKind.ADVANTAGE, name), section, inputs, inputs["row_ids"], inputs["mask"])
+
+
+def unguarded_loss(log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    """A user's loss without any thought of what stands under the mask."""
+    return -advantages * (log_probs - old_log_probs).square() * log_probs

@@ -17,7 +17,7 @@ from oracle.basics import gradients, leaves
 from oracle.cases import Case, case, cases
 
 from rlctl.algorithms.calling import choose_tokens
-from rlctl.algorithms.lookup import builtin
+from rlctl.algorithms.lookup import Algorithm, builtin
 from rlctl.algorithms.losses import PolicyLoss
 from rlctl.algorithms.policy_losses.covariance import covariances
 from rlctl.algorithms.policy_losses.dppo_kl import binary_kl
@@ -29,7 +29,7 @@ from rlctl.config.schema_algorithm import PolicyLossConfig
 from rlctl.logits import LossOutput
 from rlctl.normalizer import item_weights
 from rlctl.normalizer_modes import LossAggMode
-from rlctl.records import AlgorithmKind
+from rlctl.records import AlgorithmKind, AlgorithmSpec
 
 CASES = cases(80)
 NORM = 5
@@ -312,3 +312,17 @@ def test_what_the_clip_share_counts(name: str, share: float) -> None:
     # Whose gradient is gone: CISPO bounds a weight and keeps it.
     gone = {"vanilla": [False, True], "gspo": [True, True], "geo_mean": [False, True], "dppo_tv": [False, True]}
     assert (gradient == 0).tolist() == gone.get(name, [False, False])
+
+
+def test_a_loss_of_ones_own_need_not_think_of_the_mask() -> None:
+    """Old log-probs and advantages that are no numbers where nothing is trained reach no gradient."""
+    algorithm = Algorithm(AlgorithmSpec("own", AlgorithmKind.POLICY_LOSS, "algorithm_cases:unguarded_loss"), "")
+    for one in CASES[:15]:
+        loss, batch = ready(one, "vanilla", "token-mean", torch.float64)
+        loss = replace(loss, algorithm=algorithm)
+        out, gradient = run(loss, batch, flat(one.log_probs))
+        wild = ~batch.items["loss_mask"]
+        fields = {k: torch.where(wild, math.nan, batch.items[k]) for k in ("advantages", "old_log_probs")}
+        again, same = run(loss, batch.with_items(**fields), flat(one.log_probs))
+        assert float(again.loss) == float(out.loss)
+        assert torch.equal(same, gradient)
