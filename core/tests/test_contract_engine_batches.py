@@ -146,7 +146,7 @@ def test_the_facade_calls_hooks_completely() -> None:
     """pluggy only warns about a keyword that a call leaves out; here such a warning is an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        engine = built()
+        engine = built(provider := ToyTrain())
         batch = batch_of([3, 2])
         engine.train_batch(batch, loss, MicroBatchPlan(max_rows=1))
         engine.infer_batch(batch, MicroBatchPlan(max_rows=1))
@@ -160,3 +160,5 @@ def test_the_facade_calls_hooks_completely() -> None:
         engine.release("weights")
         engine.resume("weights")
         engine.shutdown()
+    assert provider.exported == 3
+    assert "move cpu ['model']" in provider.log

@@ -18,6 +18,7 @@ from rlctl import hookspecs
 from rlctl.batch import GROUP, PackedBatch, padding_like
 from rlctl.engine_records import EngineInfo, MeshInfo, MicroOutput, StepOutput, TrainOutput
 from rlctl.errors import BatchError, EngineError
+from rlctl.first_items import rows_scored_from_the_start, scored_first_error
 from rlctl.generation import Completion, GenerateRequest, ScoreRequest, TokenScores
 from rlctl.logits import LossFn
 from rlctl.microbatch import MicroBatchPlan, assign, min_count
@@ -192,7 +193,7 @@ class Engine:
         scored_first = rows_scored_from_the_start(batch)
         worst, any_scored_first = self.reduce([longest, len(scored_first)], "max")
         if any_scored_first:
-            raise _scored_first_error(scored_first)
+            raise scored_first_error(scored_first)
         if bound is not None and worst > bound >= longest:
             raise BatchError(
                 "another rank has a row longer than a micro-batch may be",
@@ -376,28 +377,3 @@ class Engine:
 
     def weight_fingerprint(self, names: Sequence[str]) -> dict[str, str]:
         return self._answer("rlctl_weight_fingerprint", self._hooks.rlctl_weight_fingerprint(names=names))
-
-
-def check_first_items(batch: PackedBatch) -> None:
-    """Refuse rows that score their first token.
-
-    Raises:
-        BatchError: names their indices.
-    """
-    if rows := rows_scored_from_the_start(batch):
-        raise _scored_first_error(rows)
-
-
-def _scored_first_error(rows: Sequence[int]) -> BatchError:
-    return BatchError(
-        "the loss mask covers the first token of a row, which nothing predicts",
-        found=f"rows {', '.join(map(str, rows[:8]))}" if rows else "a row of another rank",
-        wanted="loss_mask False on the first token of each row",
-    )
-
-
-def rows_scored_from_the_start(batch: PackedBatch) -> list[int]:
-    """Rows whose first token is in the loss mask; none for batches that are not made of tokens."""
-    if "input_ids" not in batch.items or "loss_mask" not in batch.items or batch.num_rows == 0:
-        return []
-    return batch.items["loss_mask"][batch.cu_seqlens[:-1]].bool().nonzero().flatten().tolist()

@@ -150,8 +150,8 @@ def test_round_trip_of_queries_keys_and_values(size, groups, ratio, head, hidden
 def test_round_trip_of_columns_and_rows(size, share, hidden, count) -> None:
     family = _family(hidden=hidden, ffn=share * size)
     tensors = tuple(Stored(f"t{i}", ("ffn", "hidden")) for i in range(count))
-    _round_trip(family, Entry("column", tensors, Layout.COLUMN), size)
-    _round_trip(family, Entry("row", (Stored("t", ("hidden", "ffn")),), Layout.ROW), size)
+    assert len(_round_trip(family, Entry("column", tensors, Layout.COLUMN), size)) == size
+    assert len(_round_trip(family, Entry("row", (Stored("t", ("hidden", "ffn")),), Layout.ROW), size)) == size
 
 
 @settings(max_examples=100, deadline=None)

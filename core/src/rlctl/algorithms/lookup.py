@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rlctl.algorithms.table import ADVANTAGES, COSTLY, POLICY_LOSSES
 from rlctl.config.suggest import nearest
 from rlctl.errors import AlgorithmError, ConfigError
+from rlctl.named_records import CORE, known_records
 from rlctl.records import AlgorithmKind, AlgorithmSpec
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ WORDS: Mapping[AlgorithmKind, str] = {
     AlgorithmKind.POLICY_LOSS: "policy loss",
 }
 OWN = ", or path/to/file.py:function"
-_CORE = "rlctl-core"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Algorithm:
     """
 
     spec: AlgorithmSpec
-    dist: str = _CORE
+    dist: str = CORE
     digest: str = ""
 
     @property
@@ -112,7 +112,7 @@ class Algorithm:
                 next=f"rename the arguments of {self.spec.target}, or give them defaults",
             )
         arguments = {name: offered[name] for name in parameters if name in offered and name not in settings}
-        if self.dist == _CORE:
+        if self.dist == CORE:
             return self.function()(**arguments, **settings)
         try:
             return self.function()(**arguments, **settings)
@@ -156,7 +156,7 @@ def find(kind: AlgorithmKind, name: str, plugins: PluginSet | None) -> Algorithm
         )
     dist, spec = known[name]
     found = Algorithm(spec, dist)
-    if dist != _CORE:
+    if dist != CORE:
         found.parameters()
     return found
 
@@ -167,18 +167,7 @@ def known_algorithms(kind: AlgorithmKind, plugins: PluginSet | None) -> dict[str
     Raises:
         ConfigError: two dists claim one name.
     """
-    known = {name: (_CORE, spec) for name, spec in BUILTIN[kind].items()}
-    for dist, spec in plugins.records("rlctl_algorithms") if plugins is not None else []:
-        if spec.kind != kind:
-            continue
-        if spec.name in known:
-            raise ConfigError(
-                f"two distributions claim the {WORDS[kind]} {spec.name!r}",
-                found=f"{known[spec.name][0]} and {dist}",
-                next=f"RLCTL_DISABLE_PLUGINS={dist}, or uninstall one of them",
-            )
-        known[spec.name] = (dist, spec)
-    return known
+    return known_records("rlctl_algorithms", WORDS[kind], BUILTIN[kind], plugins, lambda spec: spec.kind == kind)
 
 
 def is_own(name: str) -> bool:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from rlctl.records import AlgorithmKind, AlgorithmSpec
 
 COSTLY: Mapping[str, str] = {
-    "values": "a critic's values of every token",
     "greedy_scores": "a greedy completion of each prompt, and its reward",
     "old_log_probs": "the log-probs of the policy before the update, where one optimizer step would do without",
     "sum_p2": "the sum of the squared probabilities of the vocabulary at each token, under that policy",

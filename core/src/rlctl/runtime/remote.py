@@ -18,8 +18,9 @@ import torch
 from rlctl.balance import seqlen_metrics, split_rows
 from rlctl.batch import GROUP, PackedBatch, padding_like
 from rlctl.config.schema import ModelConfig
-from rlctl.engine import EngineInfo, MeshInfo, TrainOutput, check_first_items
+from rlctl.engine import EngineInfo, MeshInfo, TrainOutput
 from rlctl.errors import EngineError, GuardError
+from rlctl.first_items import check_first_items
 from rlctl.generation import Completion, GenerateRequest, ScoreRequest, TokenScores
 from rlctl.logits import LossFn
 from rlctl.microbatch import MicroBatchPlan, check_lengths

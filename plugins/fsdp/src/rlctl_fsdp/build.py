@@ -134,7 +134,7 @@ def value_config(model: Mapping[str, Any]) -> PretrainedConfig:
             f"{model['path']} is no value model",
             found=f"a classifier of {config.num_labels} labels",
             wanted="one label, or a language model, which gets a fresh value head",
-            next="set critic.model.path",
+            next="take a model of one label, or a language model",
         )
     config.num_labels = 1
     config.classifier_dropout = 0.0
@@ -148,7 +148,7 @@ def value_config(model: Mapping[str, Any]) -> PretrainedConfig:
             f"fsdp2 has no value model of {config.model_type}",
             found=f"transformers' {type(empty).__name__} has no linear head called score",
             wanted="a family whose token classifier has one, such as llama, qwen2, qwen3 or mistral",
-            next="set critic.model.path to a model of such a family with the same tokens",
+            next="take a model of such a family with the same tokens",
         )
     return config
 

@@ -12,6 +12,8 @@ import math
 
 import torch
 
+from rlctl.algorithms.advantages.tokens import TrainedTokens, whiten
+
 
 def gae_advantages(
     token_rewards: torch.Tensor,
@@ -36,45 +38,16 @@ def gae_advantages(
         advantages ``[N]`` float64, of mean 0 and variance 1 over the trained tokens of the batch; and returns ``[N]`` float64,
         ``A_t + V_t`` with A before whitening: what the critic is to say. Both are zero where ``mask`` is False.
     """
-    there = mask.bool().nonzero()[:, 0]
-    r, v = token_rewards[there].double(), values[there].double()
-    found = _backwards(r, v, row_ids[there], gamma, gamma * lam)
-    returns = torch.zeros(mask.shape[0], dtype=torch.double).index_copy_(0, there, found + v)
-    advantages = torch.zeros_like(returns).index_copy_(0, there, found)
-    return whiten(advantages, mask), returns
-
-
-def _backwards(r: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, gamma: float, decay: float) -> torch.Tensor:
-    """Advantages ``[P]`` of P trained tokens that lie row by row: all rows at once, from their last tokens to their first."""
-    counts = torch.bincount(rows) if rows.numel() else torch.zeros(0, dtype=torch.long)
-    ends, order = counts.cumsum(0) - 1, counts.argsort(descending=True, stable=True)
-    # The longest rows first: those that have a k-th token from their end are then the first ones, ever fewer of them.
-    ends, lengths = ends[order], counts[order]
-    out, after, value_after = torch.zeros_like(r), torch.zeros(len(ends)).double(), torch.zeros(len(ends)).double()
-    still = len(ends)
-    for back in range(int(lengths[0]) if len(lengths) else 0):
-        while int(lengths[still - 1]) <= back:
-            still -= 1
-        at = ends[:still] - back
-        value = v[at]
-        after = r[at] + gamma * value_after[:still] - value + decay * after[:still]
-        value_after = value
-        out[at] = after
-    return out
-
-
-def whiten(values: torch.Tensor, mask: torch.Tensor, eps: float = 1e-8) -> torch.Tensor:
-    """``(x - mean) / sqrt(variance + eps)`` ``[N]`` over the tokens of ``mask``, zero elsewhere.
-
-    Sample variance; each token counts one, so a long row counts more than a short one. One token alone has no variance: it is
-    only centred, to 0.
-    """
-    there = mask.bool()
-    kept = values[there].double()
-    if kept.numel() == 0:
-        return torch.zeros_like(values)
-    variance = float(kept.var()) if kept.numel() > 1 else 0.0
-    return torch.where(there, (values - kept.mean()) / math.sqrt(variance + eps), 0.0)
+    tokens = TrainedTokens.of(mask.bool(), row_ids)
+    v = values.double()[tokens.index]
+    # The value of the row's next trained token; none behind the last one, where the response has ended.
+    following = torch.where(tokens.order == tokens.counts - 1, 0.0, v.roll(-1))
+    delta = torch.zeros(tokens.num_items, dtype=torch.float64)
+    delta[tokens.index] = token_rewards.double()[tokens.index] + gamma * following - v
+    advantages = tokens.to_go(delta, gamma * lam)
+    returns = advantages.clone()
+    returns[tokens.index] += v
+    return whiten(advantages, mask.bool()), returns
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlctl.data.faults import listing, nearest
 from rlctl.data.rewards.base import Reward, RewardContext
 from rlctl.errors import ConfigError, RlctlError
+from rlctl.named_records import known_records
 from rlctl.records import RewardSpec
 
 if TYPE_CHECKING:
@@ -37,17 +38,7 @@ def known_rewards(plugins: PluginSet | None) -> dict[str, tuple[str, RewardSpec]
     Raises:
         ConfigError: two dists claim one name.
     """
-    known = {name: ("rlctl-core", spec) for name, spec in BUILTIN.items()}
-    for dist, spec in plugins.records("rlctl_rewards") if plugins is not None else []:
-        assert isinstance(spec, RewardSpec)
-        if spec.name in known:
-            raise ConfigError(
-                f"two distributions claim the reward {spec.name!r}",
-                found=f"{known[spec.name][0]} and {dist}",
-                next=f"RLCTL_DISABLE_PLUGINS={dist}, or uninstall one of them",
-            )
-        known[spec.name] = (dist, spec)
-    return known
+    return known_records("rlctl_rewards", "reward", BUILTIN, plugins)
 
 
 def build_component(
