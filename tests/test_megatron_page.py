@@ -124,10 +124,13 @@ def test_what_the_page_says_of_cuda_is_what_ships() -> None:
     halves = {tuple(sorted(r["axes"])) for r in records if r["device"] == "cuda" and "bfloat16" in r["what"]}
     assert exact - halves == {("pp", "vpp"), ("etp", "sp", "tp")}
     engine = [r for r in records if "transformer-engine" in r["versions"]]
-    assert {tuple(sorted(r["axes"])) for r in engine} == {("tp",), ("sp", "tp")}
+    assert {tuple(sorted(r["axes"])) for r in engine} == halves - {(), ("dp_shard",)}
     assert {r["versions"]["transformer-engine"] for r in engine} == {"2.20.2"}
     assert all("bfloat16" in r["what"] for r in engine)
     text = " ".join(PAGE.split())
-    assert "With the layers of Transformer Engine 2.20.2, in bfloat16, it passed for tp and tp with sp," in text
+    assert (
+        "With the layers of Transformer Engine 2.20.2, in bfloat16, it passed for tp, tp with sp, pp, cp and ep "
+        in text
+    )
     assert "two ranks with dp_shard, tp, tp with sp, pp, pp with vpp, cp, ep and etp (with tp and sp)" in text
     assert "in bfloat16 all of these but vpp and etp" in text

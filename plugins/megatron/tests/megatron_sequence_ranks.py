@@ -76,11 +76,12 @@ def everything(found: Any, batch: PackedBatch, vocab: int) -> tuple[torch.Tensor
 
 def sequence_loss(found: Any, batch: PackedBatch, loss_mode: str) -> torch.Tensor:
     """rlctl's own loss of whole rows, with bounds that some rows are within."""
-    generator = torch.Generator().manual_seed(9)
-    old = found.log_prob().detach() + 0.5 * torch.randn(batch.num_items, generator=generator).to(found.log_prob().dtype)
+    generator, plain = torch.Generator().manual_seed(9), found.log_prob().detach()
+    # Drawn on the CPU whatever the device at work: a generator draws only for its own.
+    noise, advantages = (torch.randn(n, generator=generator, device="cpu") for n in (batch.num_items, batch.num_rows))
     ready = batch.with_items(
-        old_log_probs=old,
-        advantages=batch.spread(torch.randn(batch.num_rows, generator=generator)),
+        old_log_probs=plain + 0.5 * noise.to(plain),
+        advantages=batch.spread(advantages.to(plain.device)),
         item_weight=item_weights(batch, "seq-mean-token-mean"),
     )
     section = PolicyLossConfig(loss_mode=loss_mode, clip_ratio_low=0.3, clip_ratio_high=0.4)
