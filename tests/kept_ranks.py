@@ -1,4 +1,4 @@
-"""Two processes that serve many runs, one after the other: starting them costs more than a tiny run's training."""
+"""Processes that serve many runs, one after the other: starting them costs more than a tiny run's training."""
 
 from __future__ import annotations
 
@@ -15,32 +15,44 @@ ROLES = ("rollout", "ref", "teacher", "actor", "warm_start", "teacher_training")
 
 
 @contextmanager
-def kept_ranks() -> Iterator[list[int]]:
-    """Every run on several processes takes over those of the first run of its size; their ids, once they run."""
-    kept: dict[int, WorkerGroup] = {}
+def kept_ranks(least: int = 2) -> Iterator[list[int]]:
+    """Every run takes over the processes that an earlier one has started for a pool of that name and size.
+
+    Args:
+        least: pools of fewer ranks are left to the run.
+
+    Yields:
+        the ids of all kept processes that run so far, pool by pool.
+    """
+    kept: dict[tuple[str, int], WorkerGroup] = {}
     pids: list[int] = []
 
     class Kept(Pools):
         def group(self, pool: str) -> WorkerGroup:
-            size = self.size(pool)
-            if size == 1:
+            key = pool, self.size(pool)
+            if key[1] < least or self.launcher == "inline":
                 return super().group(pool)
-            if size not in kept:
-                kept[size] = super().group(pool)
-                pids.extend(hello.pid for hello in kept[size].hellos)
-            self._groups[pool] = kept[size]
-            return kept[size]
+            if key not in kept:
+                kept[key] = super().group(pool)
+                pids.extend(hello.pid for hello in kept[key].hellos)
+            self._groups[pool] = kept[key]
+            return kept[key]
 
         def close(self) -> None:
             for pool, group in list(self._groups.items()):
                 if group in kept.values():
+                    del self._groups[pool]
+                    if group.closed:  # by an error of the run; the next one starts its own
+                        del kept[pool, group.world_size]
+                        continue
                     for role in ROLES:
                         group.call("drop", role)
-                    del self._groups[pool]
             super().close()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setup, "Pools", Kept)
-        yield pids
-    for group in kept.values():
-        group.close()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(setup, "Pools", Kept)
+            yield pids
+    finally:
+        for group in kept.values():
+            group.close()
