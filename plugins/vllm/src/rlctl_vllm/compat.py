@@ -24,6 +24,7 @@ T = TypeVar("T")
 LLM = Any
 """vLLM's front object; the engine is a plain object of its own to everything here."""
 
+_SHARED_MEMORY = "/dev/shm"
 HEAD_ALIGNMENT = 32
 """Sizes of experts that the CPU kernels of vLLM take are multiples of it."""
 
@@ -157,6 +158,22 @@ def adopted_ranks(rank: int, local_rank: int, run: str) -> Iterator[None]:
         yield
     finally:
         executor._distributed_args = own
+
+
+def unname_shared_memory(run: str) -> None:
+    """Take away the names of the shared memory of an engine that has been built, on the CPU of this host.
+
+    Its ranks have all opened it by then. It goes with the last of them, however that ends; with its name it would stay for
+    good where a rank is killed.
+
+    Args:
+        run: as :func:`adopted_ranks` was given it.
+    """
+    with contextlib.suppress(OSError):
+        for entry in os.listdir(_SHARED_MEMORY):
+            if entry.startswith(f"{run}-"):
+                with contextlib.suppress(FileNotFoundError):  # another rank was first
+                    os.unlink(os.path.join(_SHARED_MEMORY, entry))
 
 
 # ---- requests ---------------------------------------------------------------------------------------------------------------

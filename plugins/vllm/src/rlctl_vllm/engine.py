@@ -140,10 +140,10 @@ class VLLMRollout:
             settings["enable_expert_parallel"] = True
         if self.topology.dcp > 1:
             settings["decode_context_parallel_size"] = self.topology.dcp
-        local_rank = self.device.index or 0
+        local_rank, run = self.device.index or 0, _word_for_all()
         compat.require_proved()
         try:
-            with compat.adopted_ranks(mesh.rank, local_rank, _word_for_all()):
+            with compat.adopted_ranks(mesh.rank, local_rank, run):
                 return compat.make_llm(self.device.type, **settings)
         except RlctlError:
             raise
@@ -155,6 +155,8 @@ class VLLMRollout:
                 wanted="a model and settings that vLLM takes",
                 next="check rollout.engine (kv_cache_mib, max_model_len, gpu_memory_utilization), or rollout.backend=hf",
             ) from error
+        finally:
+            compat.unname_shared_memory(run)
 
     def _dtype(self) -> str:
         name = self.settings.dtype
