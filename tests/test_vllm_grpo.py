@@ -138,7 +138,10 @@ class Watch:
 
 def shared_memory(pids: list[int]) -> set[str]:
     return {
-        f"{pid} {line}" for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "cpushm" in line
+        f"{pid} {line}"
+        for pid in pids
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
+        if "cpushm" in line
     }
 
 
