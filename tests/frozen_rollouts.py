@@ -28,7 +28,16 @@ SETTINGS = [
     "data.task.val_size=4",
     "data.train_batch_size=16",
 ]
-_OTHER = ("timing_s/", "perf/", "sync/", "global_seqlen/", "val/", "training/unix_time", "actor/num_micro_batches")
+_OTHER = (
+    "timing_s/",
+    "perf/",
+    "sync/",
+    "global_seqlen/",
+    "val/",
+    "training/unix_time",
+    "actor/num_micro_batches",
+    "critic/num_micro_batches",
+)
 """Metrics of time, memory and layout, which differ by design, and validation, which is sampled live."""
 
 _EXTREME = "training/rollout_probs_diff_max"

@@ -11,7 +11,7 @@ from rlctl.runtime.group import WorkerGroup
 from rlctl.runtime.pools import Pools
 from rlctl.trainers import setup
 
-ROLES = ("rollout", "ref", "teacher", "actor", "warm_start", "teacher_training")
+ROLES = ("rollout", "ref", "critic", "teacher", "actor", "warm_start", "teacher_training")
 
 
 @contextmanager

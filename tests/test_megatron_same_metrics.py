@@ -61,7 +61,15 @@ SPLITS = {
     "pp2": ["actor.parallel.pp=2"],
     "cp2": ["actor.parallel.cp=2"],
 }
-DIFFER_BY_DESIGN = ("timing_s/", "perf/", "sync/", "global_seqlen/", "training/unix_time", "actor/num_micro_batches")
+DIFFER_BY_DESIGN = (
+    "timing_s/",
+    "perf/",
+    "sync/",
+    "global_seqlen/",
+    "training/unix_time",
+    "actor/num_micro_batches",
+    "critic/num_micro_batches",
+)
 SAMPLED_LIVE = ("val/score", "val/response")
 ABSOLUTE = ("training/rollout_probs_diff_", "actor/ppo_kl")
 """Means of signed or single differences of probabilities and log-probs."""

@@ -65,7 +65,15 @@ SFT = [
     "actor.max_tokens_per_device=48",
     "trainer.test_freq=2",
 ]
-DIFFER_BY_DESIGN = ("timing_s/", "perf/", "sync/", "global_seqlen/", "training/unix_time", "actor/num_micro_batches")
+DIFFER_BY_DESIGN = (
+    "timing_s/",
+    "perf/",
+    "sync/",
+    "global_seqlen/",
+    "training/unix_time",
+    "actor/num_micro_batches",
+    "critic/num_micro_batches",
+)
 SAMPLED_LIVE = ("val/score", "val/response")
 ABSOLUTE = ("training/rollout_probs_diff_", "actor/ppo_kl")
 LIGHT = '''

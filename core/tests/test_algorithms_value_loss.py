@@ -6,8 +6,12 @@ import math
 
 import pytest
 import torch
+from algorithm_cases import flat
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle import basics
+from oracle import value as reference
+from oracle.cases import cases
 
 from rlctl.algorithms.value_loss import ValueLoss, clipped_value_loss
 from rlctl.batch import PackedBatch, pack, padding_like
@@ -46,6 +50,24 @@ def test_value_loss_has_the_gradient_of_its_definition() -> None:
     assert value.grad is not None
     # Where the error at the bound counts, nothing pulls.
     assert value.grad.tolist() == pytest.approx([0.3 - 1.0, 0.0, -1.0 - 2.0])
+
+
+@pytest.mark.parametrize("clip", [0.5, 0.1, None])
+def test_value_loss_and_its_gradient_are_those_of_the_reference(clip: float | None) -> None:
+    bitten = 0
+    for case in cases(150):
+        mask, leaves = flat(case.masks).bool(), basics.leaves(case.values)
+        terms = reference.value_loss(leaves, case.old_values, case.returns, case.masks, cliprange=clip)
+        total = sum((term for row in terms for term in row), torch.zeros((), dtype=torch.float64))
+        values = flat(case.values).requires_grad_()
+        found = clipped_value_loss(values, flat(case.returns), flat(case.old_values), clip)
+        loss = torch.where(mask, found.loss, 0.0)
+        assert (loss.detach() - flat(basics.floats(terms))).abs().max() < 1e-6, case.seed
+        loss.sum().backward()
+        assert values.grad is not None
+        assert (values.grad - flat(basics.gradients(total, leaves))).abs().max() < 1e-6, case.seed
+        bitten += int(found.clipped[mask].sum())
+    assert (bitten > 0) == (clip is not None)
 
 
 def made(**more: list[list[float]]) -> PackedBatch:

@@ -44,12 +44,18 @@ MOE = {**LLAMA, "model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_t
 
 
 def request(
-    device: str = "cuda", critic: bool = False, config: dict[str, Any] | None = None, **sections: Any
+    device: str = "cuda",
+    critic: bool = False,
+    config: dict[str, Any] | None = None,
+    critic_section: dict[str, Any] | None = None,
+    **sections: Any,
 ) -> Request:
     base: dict[str, Any] = {
         "model": {"config": config or LLAMA, "tokenizer": "unused"},
         "data": {"task": {"name": "sort_digits", "train_size": 640}},
     }
+    if critic_section is not None:
+        base["critic"] = critic_section
     for name, section in sections.items():
         base[name] = {**base.get(name, {}), **section}
     vendor = {"cuda": "nvidia", "npu": "huawei"}.get(device)
@@ -476,3 +482,24 @@ def test_planning_imports_no_torch() -> None:
     loaded = set(done.stdout.split())
     assert "rlctl" in loaded
     assert loaded & {"torch", "transformers", "numpy", "safetensors", "pyarrow", "gguf"} == set()
+
+
+def test_a_critic_of_the_configuration_is_planned_with_its_own_sizes() -> None:
+    gae = {"algorithm": {"adv_estimator": "gae"}, "runtime": {"nproc": 2, "pools": {"judge": {"nproc": 4}}}}
+    critic = {"pool": "judge", "parallel": {"usp": 2}, "backend": "fsdp2"}
+    found = plan(**gae, critic_section=critic)
+    assert [(lay.role, lay.pool, lay.world_size) for lay in found.layouts if lay.role == "critic"] == [
+        ("critic", "judge", 4)
+    ]
+    topology = next(lay.topology for lay in found.layouts if lay.role == "critic")
+    assert topology is not None
+    assert (topology.usp, topology.dp_size) == (2, 2)
+    judge = next(pool for pool in found.memory.pools if pool.pool == "judge")
+    assert judge.roles == ("critic",)
+    assert any(phase.name.startswith("update of the critic") for phase in judge.phases)
+
+    def peak(**more: object) -> int:
+        pools = plan(**gae, critic_section={**critic, **more}).memory.pools
+        return next(pool.peak.num_bytes for pool in pools if pool.pool == "judge")
+
+    assert peak(optim={"name": "sgd"}) < peak(), "its own optimizer has no moments"

@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -58,16 +59,31 @@ class Checkpoint:
     def engine_path(self) -> Path:
         return self.path / "engine"
 
+    @property
+    def parts(self) -> dict[str, int]:
+        """Name of each further engine whose state is here, in a directory of its own, and the ranks that wrote it."""
+        return dict(self.manifest.get("parts") or {})
+
     def state(self) -> dict[str, Any]:
         """The trainer's own part."""
         return json.loads((self.path / "trainer.json").read_text(encoding="utf-8"))
 
 
-def save_checkpoint(run: RunDirectory, step: int, engine: Saves, state: Mapping[str, Any], keep: int) -> Checkpoint:
+def save_checkpoint(
+    run: RunDirectory,
+    step: int,
+    engine: Saves,
+    state: Mapping[str, Any],
+    keep: int,
+    parts: Mapping[str, Saves] | None = None,
+) -> Checkpoint:
     """Write the state after ``step`` and delete all but the newest ``keep`` checkpoints.
 
     The controller calls it, or every rank does with an engine of its own; the first rank publishes. ``state`` is JSON
     data (counters, sampler state, best score).
+
+    Args:
+        parts: further engines that learn (``critic``), by the name of the directory of their state.
 
     Raises:
         CheckpointError: on every rank when any rank could not write; earlier checkpoints are untouched.
@@ -76,12 +92,14 @@ def save_checkpoint(run: RunDirectory, step: int, engine: Saves, state: Mapping[
     first = engine.mesh is None or engine.mesh.rank == 0
     target = run.checkpoints / f"step_{step:08d}"
     beside = run.checkpoints / f".tmp-{target.name}"
-    world_size = 1 if engine.mesh is None else engine.mesh.world_size
+    others = dict(parts or {})
+    assert "engine" not in others, "that is the first engine's directory"
 
     def prepare() -> None:
         if first:
             shutil.rmtree(beside, ignore_errors=True)
-            (beside / "engine").mkdir(parents=True)
+            for name in ("engine", *others):
+                (beside / name).mkdir(parents=True)
 
     def publish() -> None:
         if not first:
@@ -93,12 +111,15 @@ def save_checkpoint(run: RunDirectory, step: int, engine: Saves, state: Mapping[
             for path in sorted(beside.rglob("*"))
             if path.is_file()
         }
-        head = {"schema": SCHEMA, "step": step, "world_size": world_size, "created": now(), "versions": versions()}
+        head = {"schema": SCHEMA, "step": step, "world_size": _ranks(engine), "created": now(), "versions": versions()}
+        if others:
+            head["parts"] = {name: _ranks(other) for name, other in others.items()}
         files.write_json(beside / "manifest.json", {**head, "files": listed})
         files.publish_directory(beside, target)
 
     # Each part ends by agreeing on success, so that no rank goes on to wait for one that failed.
-    for part in (prepare, lambda: engine.save_state(beside / "engine"), publish):
+    saves = [partial(saved.save_state, beside / name) for name, saved in {"engine": engine, **others}.items()]
+    for part in (prepare, *saves, publish):
         _together(engine, part, step, beside if first else None)
     if first:
         _prune(run.checkpoints, step, keep)
@@ -126,22 +147,31 @@ def latest_checkpoint(
     return None
 
 
-def load_checkpoint(checkpoint: Checkpoint, engine: Saves) -> dict[str, Any]:
-    """Load the engine's part and return the trainer's.
+def load_checkpoint(checkpoint: Checkpoint, engine: Saves, parts: Mapping[str, Saves] | None = None) -> dict[str, Any]:
+    """Load the engines' parts and return the trainer's.
+
+    Args:
+        parts: as :func:`save_checkpoint` was given.
 
     Raises:
-        CheckpointError: the engine refuses it, or it was written by another number of ranks.
+        CheckpointError: an engine refuses its part, or it was written by another number of ranks, or it is not there.
     """
-    require_world_size(checkpoint, 1 if engine.mesh is None else engine.mesh.world_size)
+    others = dict(parts or {})
+    require_world_size(checkpoint, _ranks(engine), {name: _ranks(other) for name, other in others.items()})
     engine.load_state(checkpoint.engine_path)
+    for name, other in others.items():
+        other.load_state(checkpoint.path / name)
     return checkpoint.state()
 
 
-def require_world_size(checkpoint: Checkpoint, world_size: int) -> None:
+def require_world_size(checkpoint: Checkpoint, world_size: int, parts: Mapping[str, int] | None = None) -> None:
     """Compare the ranks that wrote a checkpoint with those that would read it.
 
+    Args:
+        parts: ranks of each further engine.
+
     Raises:
-        CheckpointError: they are not as many.
+        CheckpointError: they are not as many, or an engine has no state there.
     """
     saved = checkpoint.manifest.get("world_size", 1)
     if saved != world_size:
@@ -151,6 +181,25 @@ def require_world_size(checkpoint: Checkpoint, world_size: int) -> None:
             wanted=f"{saved} ranks",
             next=f"resume with --nproc {saved}",
         )
+    for name, ranks in (parts or {}).items():
+        if name not in checkpoint.parts:
+            raise CheckpointError(
+                f"{checkpoint.path} has no {name}",
+                found=", ".join(["engine", *checkpoint.parts]),
+                wanted=f"the state of the {name} that this run trains",
+                next="resume with the settings that the run had, or start a new run",
+            )
+        if checkpoint.parts[name] != ranks:
+            raise CheckpointError(
+                f"the {name} of {checkpoint.path} was written by another number of ranks",
+                found=f"{ranks} ranks now",
+                wanted=f"{checkpoint.parts[name]} ranks",
+                next=f"give the pool of the {name} {checkpoint.parts[name]} ranks",
+            )
+
+
+def _ranks(engine: Saves) -> int:
+    return 1 if engine.mesh is None else engine.mesh.world_size
 
 
 def find_damage(checkpoint: Path, *, deep: bool = True) -> str | None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl import files
 from rlctl.errors import CheckpointError, GuardError, RlctlError
+from rlctl.records import ModelType
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,7 @@ def write_hf_directory(
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     is_writer: bool = True,
+    head: ModelType = ModelType.LANGUAGE_MODEL,
 ) -> Path:
     """Stream ``weights`` into ``dest``: safetensors shards, index, config, generation config and tokenizer.
 
@@ -47,6 +49,7 @@ def write_hf_directory(
         dest: replaced as a whole when it exists.
         dtype: ``float32``, ``bfloat16`` or ``float16`` for floating tensors; None keeps each tensor's own.
         max_shard_bytes: largest shard; a single larger tensor gets a shard of its own.
+        head: a value model is written as transformers' token classifier with one label.
         is_writer: False on ranks that only take part in the collectives of ``weights``.
 
     Returns:
@@ -65,7 +68,7 @@ def write_hf_directory(
     failure: Exception | None = None
     try:
         try:
-            export = _Export(beside, model, dtype, max_shard_bytes)
+            export = _Export(beside, model, dtype, max_shard_bytes, head)
         except Exception as error:  # kept until the weights are consumed (see above), then raised
             failure = error
         for name, tensor in weights:
@@ -96,14 +99,19 @@ def write_hf_directory(
 class _Export:
     """The directory being written: coverage, shards and description."""
 
-    def __init__(self, folder: Path, model: Any, dtype: str | None, max_shard_bytes: int) -> None:
+    def __init__(self, folder: Path, model: Any, dtype: str | None, max_shard_bytes: int, head: ModelType) -> None:
         import torch
 
         self._folder = folder
         self._model = model
         self._dtype: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
         self._config = load_model_config(model)
-        self._coverage = _Coverage.of(self._config, bool(getattr(model, "trust_remote_code", False)))
+        if head is ModelType.VALUE_MODEL:
+            from rlctl.hf_config import make_value_config
+
+            random = getattr(model, "config", None) is not None or getattr(model, "init", None) == "random"
+            make_value_config(self._config, reads_head=not random, source=getattr(model, "path", None))
+        self._coverage = _Coverage.of(self._config, bool(getattr(model, "trust_remote_code", False)), head)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         self._writer = _ShardWriter(folder, max_shard_bytes)
@@ -149,12 +157,16 @@ class _Coverage:
     seen: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(cls, config: PretrainedConfig, trust_remote_code: bool) -> _Coverage:
+    def of(cls, config: PretrainedConfig, trust_remote_code: bool, head: ModelType) -> _Coverage:
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+        value = head is ModelType.VALUE_MODEL
+        auto = AutoModelForTokenClassification if value else AutoModelForCausalLM
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            skeleton: Any = auto.from_config(config, trust_remote_code=trust_remote_code)
+        if value and not getattr(config, "token_classification_bias", True):
+            skeleton.score.bias = None  # transformers before 5.17 does not know the key
         state = skeleton.state_dict()
         tied = frozenset(getattr(skeleton, "all_tied_weights_keys", None) or {})
         published = _publish(skeleton, {k: v for k, v in state.items() if k not in tied})

@@ -78,3 +78,30 @@ def load_error(path: object, error: Exception) -> EngineError:
         wanted="a local Hugging Face directory with config.json, or a hub id",
         next="check model.path (a path in a file is relative to that file)",
     )
+
+
+def make_value_config(config: PretrainedConfig, *, reads_head: bool, source: object = "model.config") -> None:
+    """Change a config into that of a value model on the same layers: transformers' token classifier with one label.
+
+    A fresh head has no bias. Files that have a head keep what they have, which transformers takes to be a bias too unless their
+    config says not. Nothing is dropped in front of the head.
+
+    Args:
+        reads_head: the weights come from files; those of a token classifier have a head.
+        source: what messages call the model.
+
+    Raises:
+        ConfigError: the files are of a classifier with several labels.
+    """
+    is_classifier = any(str(n).endswith("ForTokenClassification") for n in config.architectures or ())
+    if is_classifier and reads_head and config.num_labels != 1:
+        raise ConfigError(
+            f"{source} is no value model",
+            found=f"a classifier of {config.num_labels} labels",
+            wanted="one label, or a language model, which gets a fresh value head",
+            next="set critic.model.path",
+        )
+    config.num_labels = 1
+    config.classifier_dropout = 0.0
+    has_bias = is_classifier and reads_head and getattr(config, "token_classification_bias", True)
+    config.token_classification_bias = bool(has_bias)

@@ -129,6 +129,11 @@ class RunDirectory:
         return self.path / "export"
 
     @property
+    def critic(self) -> Path:
+        """The last weights of a critic as a Hugging Face directory."""
+        return self.path / "critic"
+
+    @property
     def best(self) -> Path:
         """The weights with the best validation score as a Hugging Face directory."""
         return self.path / "best"

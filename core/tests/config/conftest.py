@@ -16,12 +16,15 @@ LIGHT = """
     from rlctl.records import *
 
     def spec(name, kind, model, cells, aliases=()):
+        heads = tuple(ModelType) if name == "grid" else (ModelType.LANGUAGE_MODEL,)
         return BackendSpec(
             name=name, kind=kind, engine="cfgtoy_engine:Engine", config=f"cfgtoy_settings:{model}", api_version=(1, 0),
-            model_types=(ModelType.LANGUAGE_MODEL,), devices=(("cpu", None), ("cuda", None)),
+            model_types=heads, devices=(("cpu", None), ("cuda", None)),
             capabilities=tuple(
-                Capability(axis=Axis(axis), support=Support(support), reason=reason, device=device, constraint=rule)
+                Capability(axis=Axis(axis), support=Support(support), reason=reason, device=device, constraint=rule,
+                           model_type=head)
                 for axis, support, reason, device, *rest in cells for rule in [rest[0] if rest else None]
+                for head in heads
             ),
             requirements=(), imports=("cfgtoy_engine",), install_hint="pip install cfgtoy", aliases=aliases,
             one_layout=name == "grid",

@@ -79,8 +79,8 @@ def test_a_word_where_a_list_is_wanted_is_told_the_brackets(plugins: PluginSet, 
 @pytest.mark.parametrize(
     ("key", "hint"),
     [
-        ("lr", "did you mean actor.optim.lr or warm_start.optim.lr?"),
-        ("actor.lr", "did you mean actor.optim.lr or warm_start.optim.lr?"),
+        ("lr", "did you mean actor.optim.lr or critic.optim.lr?"),
+        ("actor.lr", "did you mean actor.optim.lr or critic.optim.lr?"),
         ("actor.optim.learning_rate", "in rlctl this is actor.optim.lr"),
         ("actor.optim.wieght_decay", "did you mean actor.optim.weight_decay?"),
         ("Trainer", "did you mean trainer?"),

@@ -63,11 +63,19 @@ actor_rollout_ref:
     val_kwargs: {do_sample: false, top_k: -1, n: 1}
   ref:
     log_prob_micro_batch_size_per_gpu: 8
-algorithm: {adv_estimator: gae, use_kl_in_reward: false, gamma: 1.0}
-critic: {optim: {lr: 1e-5}}
+algorithm: {adv_estimator: gae, use_kl_in_reward: false, gamma: 0.99, lam: 0.95}
+critic:
+  strategy: fsdp
+  optim: {lr: 1e-5, lr_warmup_steps: -1}
+  model: {path: org/judge, use_remove_padding: true, fsdp_config: {fsdp_size: -1, param_offload: false}}
+  ppo_micro_batch_size_per_gpu: 4
+  cliprange_value: 0.2
+  ppo_epochs: 2
+  grad_clip: 1.0
 trainer:
   logger: console
   n_gpus_per_node: 8
+  critic_warmup: 20
   nnodes: 2
   save_freq: -1
   test_freq: 5
@@ -111,6 +119,17 @@ def test_a_verl_file_becomes_ours() -> None:
             "val_kwargs": {"temperature": 0.0, "top_k": 0, "n": 1},
         },
         "ref": {"micro_batch_size_per_device": 8},
+        "algorithm": {"adv_estimator": "gae", "gamma": 0.99, "lam": 0.95},
+        "critic": {
+            "backend": "fsdp2",
+            "optim": {"lr": 1e-5, "clip_grad": 1.0},
+            "model": {"path": "org/judge"},
+            "engine": {"param_offload": False},
+            "micro_batch_size_per_device": 4,
+            "value_clip": 0.2,
+            "ppo_epochs": 2,
+            "warmup_steps": 20,
+        },
         "runtime": {"nproc": 16},
         "trainer": {"logger": ["console"], "save_freq": 0, "test_freq": 5, "total_epochs": 15},
         "reward": {"components": [{"name": "score.py:f"}]},
@@ -119,15 +138,11 @@ def test_a_verl_file_becomes_ours() -> None:
     assert set(lost) == {
         "data.image_key",
         "actor_rollout_ref.rollout.gpu_memory_utilization",
-        "algorithm.adv_estimator",
         "trainer.experiment_name",
     }
     assert lost["data.image_key"] == (10, "rlctl has no such key")
-    line, reason = lost["algorithm.adv_estimator"]
-    assert line == 42
-    assert reason.startswith("algorithm.adv_estimator takes one of grpo, ")
     needless = {item.path for item in result.left_out if item.needless}
-    assert {"critic", "algorithm.gamma", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"} <= needless
+    assert {"critic.model.use_remove_padding", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"} <= needless
     assert result.origins["rollout.n"] == "actor_rollout_ref.rollout.n"
     assert result.to_set == ()
 
@@ -146,8 +161,23 @@ def test_every_key_of_the_old_file_is_accounted_for() -> None:
         "actor_rollout_ref.rollout.response_length",
         "actor_rollout_ref.actor.clip_ratio_high",
     }
-    keys = {dotted(loc).partition("[")[0] for loc, _ in leaves(document.data) if loc[0] != "critic"}
+    keys = {dotted(loc).partition("[")[0] for loc, _ in leaves(document.data)}
     assert keys - named <= shared, keys - named
+
+
+def test_a_critic_of_a_file_that_uses_none_is_left_out() -> None:
+    result = migrate(VERL.replace("adv_estimator: gae", "adv_estimator: grpo"), "verl.yaml")
+    assert result.values["algorithm"] == {"adv_estimator": "grpo"}
+    assert "critic" not in result.values
+    needless = {item.path for item in result.left_out if item.needless}
+    assert {"critic", "algorithm.gamma", "algorithm.lam", "trainer.critic_warmup"} <= needless
+    bare = migrate("algorithm: {adv_estimator: gae}\nmodel: {path: a/b}\ndata: {train_files: [x]}\n", "verl.yaml")
+    assert bare.values["critic"] == {}
+    assert bare.to_set == ()
+    unknown = migrate("algorithm: {adv_estimator: magic}\n", "verl.yaml").left_out
+    assert [item.reason for item in unknown if item.path == "algorithm.adv_estimator"] == [
+        f"algorithm.adv_estimator takes one of {', '.join(ADVANTAGES)}, or path/to/file.py:function"
+    ]
 
 
 def test_a_trl_file_becomes_ours() -> None:
@@ -222,6 +252,7 @@ def test_the_new_file_loads(run_file: Write, plugins: PluginSet, tmp_path: Path)
     result = migrate(VERL, "verl.yaml")
     path = run_file(result.to_yaml())
     overrides = ["actor.backend=grid", "actor.engine={}", "rollout.backend=sampler"]
+    overrides += ["critic.backend=grid", "critic.engine={}"]
     config = load_config(path, overrides, plugins=plugins).config
     assert config.runtime.nproc == 16
     assert config.actor.policy_loss.clip_ratio_high == 0.28
@@ -239,6 +270,7 @@ def test_every_rule_sets_keys_that_exist() -> None:
                 "custom_reward_function.path": "a.py",
                 "actor.use_dynamic_bsz": True,
                 "ref.log_prob_use_dynamic_bsz": True,
+                "algorithm.adv_estimator": "gae",
             }
             outcome = rule(value, leaves)
             if isinstance(outcome, Left):

@@ -125,7 +125,19 @@ def rl_charts(metrics: Metrics, config: Mapping[str, Any]) -> tuple[Chart, ...]:
             ),
             "count",
         ),
-        Chart("grad_norm", "Gradient norm", "before clipping", (Curve("actor", get("actor/grad_norm")),)),
+        Chart(
+            "grad_norm",
+            "Gradient norm",
+            "before clipping",
+            (Curve("actor", get("actor/grad_norm")), Curve("critic", get("critic/grad_norm"))),
+        ),
+        Chart(
+            "explained",
+            "What the critic explains",
+            "share of the variance of the returns; 1 is all",
+            (Curve("explained variance", get("critic/vf_explained_var")),),
+            "score",
+        ),
         _timing(metrics),
         _throughput(metrics),
         Chart(

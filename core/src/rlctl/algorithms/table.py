@@ -14,6 +14,7 @@ COSTLY: Mapping[str, str] = {
     "greedy_scores": "a greedy completion of each prompt, and its reward",
     "old_log_probs": "the log-probs of the policy before the update, where one optimizer step would do without",
     "sum_p2": "the sum of the squared probabilities of the vocabulary at each token, under that policy",
+    "values": "what a critic says of the state before each token",
 }
 """Inputs of an advantage estimator that cost a pass of their own, so that they are made only where a signature names them."""
 
@@ -126,6 +127,16 @@ ADVANTAGES: Mapping[str, AlgorithmSpec] = {
             "arXiv 2602.07078",
             per_token=True,
             needs=("old_log_probs", "sum_p2"),
+        ),
+        _advantage(
+            "gae",
+            "gae:gae_advantages",
+            "sums of (r + gamma V' - V), discounted by gamma lam, whitened; with a critic",
+            "arXiv 1506.02438",
+            groups=False,
+            per_token=True,
+            needs=("values",),
+            settings=("gamma", "lam"),
         ),
     )
 }

@@ -51,6 +51,11 @@ def axis_problems(
     return _constraints(document, role, spec, topology, places, notice)
 
 
+def head_of(role: str) -> ModelType:
+    """The head of a role's model."""
+    return ModelType.VALUE_MODEL if role == "critic" else ModelType.LANGUAGE_MODEL
+
+
 def _well_formed(sizes: dict[str, Any]) -> dict[str, int]:
     """The sizes of known axes that are more than their default; wrong types are the schema's matter."""
     out: dict[str, int] = {}
@@ -75,7 +80,7 @@ def _refused(
     for name, size in axes.items():
         if size == 1 and name != Axis.SP:
             continue
-        cells = [find_capability(spec, Axis(name), ModelType.LANGUAGE_MODEL, *place) for place in places]
+        cells = [find_capability(spec, Axis(name), head_of(role), *place) for place in places]
         if any(cell is not None and cell.support in _USABLE for cell in cells):
             continue
         loc: Loc = (role, "parallel", name)
@@ -136,7 +141,7 @@ def layout_problem(document: Document, role: str, spec: BackendSpec) -> Problem 
 
 def _pool_size(document: Document, role: str) -> object:
     """Ranks of the pool where a role lives; what is wrong with the pool's name is the schema's matter."""
-    follows = role in ("ref", "teacher")
+    follows = role in ("ref", "critic", "teacher")
     pool = document.get((role, "pool")) or (document.get(("actor", "pool")) if follows else None) or MAIN_POOL
     place: Loc = ("runtime", "nproc") if pool == MAIN_POOL else ("runtime", "pools", str(pool), "nproc")
     return document.get(place, 1)
@@ -150,9 +155,10 @@ def _constraints(
     places: Sequence[tuple[str, str | None]],
     notice: Callable[[str], None],
 ) -> list[Problem]:
-    model: Loc = ("teacher", "model") if role == "teacher" else ("model",)
+    own: Loc = (role, "model")
+    model: Loc = own if isinstance(document.get(own), dict) else ("model",)
     facts = facts_of(document.get((*model, "config")), document.get((*model, "path")))
-    fits = [check_topology(spec, topology, *place, facts=facts) for place in places]
+    fits = [check_topology(spec, topology, *place, head_of(role), facts=facts) for place in places]
     good = [fit for fit in fits if not fit.problems]
     if good:
         for note in dict.fromkeys(note for fit in good[:1] for note in fit.notes):

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
+from rlctl.catalogue import entries
 from rlctl.causes import cause_chain
-from rlctl.config.axes import axis_problems, layout_problem
+from rlctl.config.axes import axis_problems, head_of, layout_problem
 from rlctl.config.check import UnknownKey, check
 from rlctl.config.document import Document, Loc, Origin, dotted
 from rlctl.config.problems import Problem, from_error
-from rlctl.config.schema import ActorConfig, RefConfig, RolloutConfig, TeacherConfig
+from rlctl.config.schema import ActorConfig, CriticConfig, RefConfig, RolloutConfig, TeacherConfig
+from rlctl.config.schema_critic import needs_critic
 from rlctl.config.schema_runtime import MAIN_POOL
 from rlctl.config.suggest import for_key, nearest
 from rlctl.declare import guarded, load_object
@@ -32,18 +34,22 @@ if TYPE_CHECKING:
 _ROLE_MODELS: dict[str, type[BaseModel]] = {
     "actor": ActorConfig,
     "ref": RefConfig,
+    "critic": CriticConfig,
     "teacher": TeacherConfig,
     "rollout": RolloutConfig,
 }
 ROLE_KINDS: dict[str, BackendKind] = {
     "actor": BackendKind.TRAIN,
     "ref": BackendKind.TRAIN,
+    "critic": BackendKind.TRAIN,
     "teacher": BackendKind.TRAIN,
     "rollout": BackendKind.ROLLOUT,
 }
 _DEFAULT_BACKENDS = {role: cls.model_fields["backend"].default for role, cls in _ROLE_MODELS.items()}
-FOLLOWERS = ("ref", "teacher")
-"""Roles that take from the actor what they do not state. A run without a teacher section has no teacher."""
+FOLLOWERS = ("ref", "critic", "teacher")
+"""Roles that take from the actor what they do not state."""
+OPTIONAL = ("critic", "teacher")
+"""Roles that a run without their section does not have."""
 FOLLOWED = ("engine", "parallel", "micro_batch_size_per_device", "max_tokens_per_device")
 
 
@@ -102,7 +108,8 @@ def resolve_engines(document: Document, plugins: PluginSet, notice: Callable[[st
     """
     out = Engines()
     actor = document.get(("actor", "backend"), _DEFAULT_BACKENDS["actor"])
-    absent = {role for role in ("teacher",) if not isinstance(document.get((role,)), dict)}
+    _add_critic(document)
+    absent = {role for role in OPTIONAL if not isinstance(document.get((role,)), dict)}
     if isinstance(actor, str):
         for role in FOLLOWERS:
             if role not in absent:
@@ -117,6 +124,13 @@ def resolve_engines(document: Document, plugins: PluginSet, notice: Callable[[st
         if {role, "actor"} <= out.models.keys() and _needed(document, role) and not _own_pool(document, role):
             out.problems += _same_layout(document, role, plugins)
     return out
+
+
+def _add_critic(document: Document) -> None:
+    """Choosing an estimator that needs a critic makes one, of defaults."""
+    estimator = document.get(("algorithm", "adv_estimator"))
+    if document.get(("critic",)) is None and document.get(("trainer", "type")) != "sft" and needs_critic(estimator):
+        document.set(("critic",), {}, Origin("derived", f"as algorithm.adv_estimator is {estimator}"))
 
 
 def _same_layout(document: Document, role: str, plugins: PluginSet) -> list[Problem]:
@@ -134,7 +148,7 @@ def _needed(document: Document, role: str) -> bool:
     sft = document.get(("trainer", "type")) == "sft"
     kl = document.get(("actor", "use_kl_loss")) is True
     given = document.has((role, "backend")) and not _derived(document, role)
-    return given or {"actor": True, "ref": kl and not sft, "teacher": True, "rollout": not sft}[role]
+    return given or {"ref": kl and not sft, "rollout": not sft}.get(role, True)
 
 
 def _derived(document: Document, role: str) -> bool:
@@ -142,7 +156,7 @@ def _derived(document: Document, role: str) -> bool:
 
 
 def _follow_actor(document: Document, actor: str, role: str) -> None:
-    """The reference or teacher takes from the actor what it does not state, unless it has a backend of its own."""
+    """A follower takes from the actor what it does not state, unless it has a backend of its own."""
     section = document.get((role,), {})
     if not isinstance(section, dict) or section.get("backend"):
         return
@@ -166,7 +180,7 @@ def _follow_actor(document: Document, actor: str, role: str) -> None:
 
 
 def _own_pool(document: Document, role: str) -> bool:
-    """True for a reference or teacher that does not share the actor's pool."""
+    """True for a follower that does not share the actor's pool."""
     pool = document.get((role, "pool"))
     return bool(pool) and pool != document.get(("actor", "pool"), MAIN_POOL)
 
@@ -204,9 +218,27 @@ def _one_role(
             out.problems.append(from_error(loc, document, error))
         return
     out.models[role] = model
+    if head_of(role) not in spec.model_types:
+        out.problems.append(_without_head(document, role, spec, plugins, derived))
+        return
     _engine_section(document, role, spec, model, plugins, out)
     if not derived or (role in FOLLOWERS and (_own_pool(document, role) or _own_sizes(document, role))):
         out.problems += axis_problems(document, role, spec, device, notice)
+
+
+def _without_head(document: Document, role: str, spec: BackendSpec, plugins: PluginSet, derived: bool) -> Problem:
+    """A backend whose models have another head than the role needs."""
+    loc: Loc = ("actor" if derived else role, "backend")
+    known = {spec.name: spec for spec in (*(e.spec for e in entries()), *(r.spec for r in plugins.backends()))}
+    names = sorted(n for n, s in known.items() if s.kind is spec.kind and head_of(role) in s.model_types)
+    installed = [r.spec.name for r in plugins.backends() if r.spec.name in names]
+    return Problem(
+        dotted(loc),
+        str(document.origin(loc)),
+        f"{spec.name} has no {head_of(role)}, which a {role} is",
+        wanted=f"one of {', '.join(names)}" if names else "a backend that has one; rlctl capabilities shows none",
+        hint=f"set {role}.backend={(installed or names or ['NAME'])[0]}" + ("" if installed else "; install it first"),
+    )
 
 
 def _unavailable(document: Document, loc: Loc, name: str, plugins: PluginSet) -> Problem:

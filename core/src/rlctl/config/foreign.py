@@ -103,11 +103,13 @@ FOREIGN: dict[str, tuple[str, str]] = {
         "actor",
         "the sections are actor, ref, rollout and model; rlctl config migrate FILE rewrites a verl file",
     ),
-    "critic": ("actor", "GRPO has no critic"),
+    "cliprange_value": ("critic.value_clip", ""),
+    "critic_warmup": ("critic.warmup_steps", ""),
+    "gae_lambda": ("algorithm.lam", ""),
     "gpu_memory_utilization": ("rollout.engine", "the key of the rollout backend's own section"),
 }
 
-ROLES = ("actor", "ref", "rollout", "teacher")
+ROLES = ("actor", "ref", "critic", "rollout", "teacher")
 
 
 def our_path(name: str, loc: tuple[str | int, ...]) -> tuple[str, str] | None:

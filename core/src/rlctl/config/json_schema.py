@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rlctl.config.engines import ROLE_KINDS, config_model, find_backend
+from rlctl.config.engines import FOLLOWERS, ROLE_KINDS, config_model, find_backend
 from rlctl.config.schema import RunConfig
 from rlctl.records import BackendKind
 
 if TYPE_CHECKING:
     from rlctl.plugins import PluginSet
 
-_SECTIONS = {"actor": "ActorConfig", "ref": "RefConfig", "teacher": "TeacherConfig", "rollout": "RolloutConfig"}
+_SECTIONS = {
+    "actor": "ActorConfig",
+    "ref": "RefConfig",
+    "critic": "CriticConfig",
+    "teacher": "TeacherConfig",
+    "rollout": "RolloutConfig",
+}
 
 
 def json_schema(plugins: PluginSet, backend: str | None = None, rollout: str | None = None) -> dict[str, Any]:
@@ -52,5 +58,5 @@ def _fill_in(schema: dict[str, Any], role: str, name: str, kind: BackendKind, pl
     properties = definitions[_SECTIONS[role]]["properties"]
     properties["engine"] = {"$ref": f"#/$defs/{model.__name__}", "description": f"Settings of the {spec.name} backend."}
     properties["backend"] = {**properties["backend"], "enum": sorted({spec.name, *spec.aliases})}
-    if role not in ("ref", "teacher"):
+    if role not in FOLLOWERS:
         properties["backend"]["default"] = spec.name

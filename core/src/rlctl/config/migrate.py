@@ -13,6 +13,7 @@ from rlctl.config.foreign import our_path
 from rlctl.config.migrate_rules import RULES, SECTIONS, Left
 from rlctl.config.overrides import parse_key
 from rlctl.config.schema import RunConfig
+from rlctl.config.schema_critic import needs_critic
 from rlctl.config.schema_paths import annotation_at, describe, walk
 from rlctl.config.suggest import for_key
 from rlctl.config.yaml_dump import dump
@@ -63,12 +64,15 @@ def migrate(text: str, label: str) -> Migration:
     left_out = [LeftOut(p.path, _line(p.origin), "", p.what, False) for p in problems]
     old = {loc: _resolve(value, document) for loc, value in leaves(document.data) if loc}
     by_path = {dotted(_name(loc)): value for loc, value in old.items()}
-    for name, section in SECTIONS.items():
+    sections = dict(SECTIONS)
+    if needs_critic(by_path.get("algorithm.adv_estimator")):
+        del sections["critic"]
+    for name, section in sections.items():
         if name in document.data:
             line = document.origin((name,)).line
             left_out.append(LeftOut(name, line, describe(document.data[name]), section.reason, section.needless))
     for loc, value in old.items():
-        if loc[0] in SECTIONS:
+        if loc[0] in sections:
             continue
         outcome = _translate(loc, value, by_path)
         line = document.origin(loc).line
@@ -88,6 +92,8 @@ def migrate(text: str, label: str) -> Migration:
             except PlaceError as error:
                 reason = f"{dotted(error.loc)} is {describe(out.get(error.loc))} already"
                 left_out.append(LeftOut(dotted(loc), line, describe(value), reason, False))
+    if needs_critic(out.get(("algorithm", "adv_estimator"))) and not out.has(("critic",)):
+        out.set(("critic",), {}, Origin("derived", "algorithm.adv_estimator"))
     refused, to_set = _refused(out, {dotted(loc): document.origin(loc).line for loc in old})
     origins = {dotted(loc): str(out.origin(loc)) for loc, _ in leaves(out.data)} if out.data else {}
     return Migration(out.data, origins, tuple(sorted([*left_out, *refused], key=lambda item: item.line)), to_set)
@@ -151,6 +157,7 @@ def _is_ours(loc: Loc) -> bool:
         ("model", "config"),
         ("actor", "engine"),
         ("ref", "engine"),
+        ("critic", "engine"),
         ("rollout", "engine"),
         ("data", "task", "args"),
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 from rlctl.algorithms.table import ADVANTAGES, POLICY_LOSSES
 from rlctl.catalogue_memory import train_policy
+from rlctl.config.schema_critic import needs_critic
 from rlctl.records import AlgorithmSpec
 
 
@@ -184,11 +185,26 @@ _BACKENDS = {"fsdp": "fsdp2", "fsdp2": "fsdp2", "megatron": "megatron", "veomni"
 _NO_BACKEND = "no backend of rlctl goes by this name; rlctl capabilities lists them"
 
 
-def _recompute(value: Any, leaves: Mapping[str, Any]) -> Outcome:
+def _recompute(role: str) -> Rule:
     """Backends have names of their own for it."""
-    strategy = leaves.get("actor.strategy")
-    key, without, with_ = train_policy(_BACKENDS.get(strategy, "") if isinstance(strategy, str) else "").checkpointing
-    return {f"actor.engine.{key}": {True: with_, False: without}[value] if isinstance(value, bool) else value}
+
+    def rule(value: Any, leaves: Mapping[str, Any]) -> Outcome:
+        strategy = leaves.get(f"{role}.strategy")
+        backend = _BACKENDS.get(strategy, "") if isinstance(strategy, str) else ""
+        key, without, with_ = train_policy(backend).checkpointing
+        return {f"{role}.engine.{key}": {True: with_, False: without}[value] if isinstance(value, bool) else value}
+
+    return rule
+
+
+def _with_critic(path: str) -> Rule:
+    """What counts only beside a critic."""
+
+    def rule(value: Any, leaves: Mapping[str, Any]) -> Outcome:
+        estimator = leaves.get("algorithm.adv_estimator")
+        return {path: value} if needs_critic(estimator) else Left(_CRITIC, needless=True)
+
+    return rule
 
 
 ALIASES = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
@@ -208,7 +224,7 @@ def _formula(path: str, known: Mapping[str, Any], aliases: Mapping[str, str] | N
 
 
 _ROLLOUT_OWN = "a setting of the rollout backend; its section is rollout.engine (rlctl config schema --backend NAME)"
-_CRITIC = "GRPO has no critic"
+_CRITIC = "counts only with algorithm.adv_estimator gae"
 
 RULES: dict[str, Rule] = {
     # ---- verl: data
@@ -227,7 +243,7 @@ RULES: dict[str, Rule] = {
     "data.return_raw_chat": needless("rows are always chat messages where they have them"),
     "data.reward_fn_key": to("data.columns.data_source"),
     # ---- verl: model
-    "model.enable_gradient_checkpointing": _recompute,
+    "model.enable_gradient_checkpointing": _recompute("actor"),
     "model.use_remove_padding": needless("batches are always packed"),
     "model.custom_chat_template": unless(None, "model.chat_template"),
     "model.tokenizer_path": unless(None, "model.tokenizer"),
@@ -292,6 +308,30 @@ RULES: dict[str, Rule] = {
     "ref.log_prob_max_token_len_per_gpu": _tokens("ref", "ref.log_prob_use_dynamic_bsz"),
     "ref.fsdp_config.param_offload": to("ref.engine.param_offload"),
     "ref.fsdp_config.reshard_after_forward": to("ref.engine.reshard_after_forward"),
+    # ---- verl: critic
+    "critic.strategy": words("critic.backend", _BACKENDS, _NO_BACKEND),
+    "critic.model.tokenizer_path": unless(None, "critic.model.tokenizer"),
+    "critic.model.use_remove_padding": needless("batches are always packed"),
+    "critic.model.enable_gradient_checkpointing": _recompute("critic"),
+    "critic.model.fsdp_config.param_offload": to("critic.engine.param_offload"),
+    "critic.model.fsdp_config.optimizer_offload": to("critic.engine.optimizer_offload"),
+    "critic.model.fsdp_config.reshard_after_forward": to("critic.engine.reshard_after_forward"),
+    "critic.model.fsdp_config.fsdp_size": unless(-1, "critic.parallel.dp_shard"),
+    "critic.cliprange_value": to("critic.value_clip"),
+    "critic.grad_clip": to("critic.optim.clip_grad"),
+    "critic.use_dynamic_bsz": needless("a token budget (max_tokens_per_device) is what switches it on"),
+    "critic.ppo_micro_batch_size": left("rows over all devices; set critic.micro_batch_size_per_device"),
+    "critic.ppo_micro_batch_size_per_gpu": _micro_rows("critic", "critic.use_dynamic_bsz"),
+    "critic.ppo_max_token_len_per_gpu": _tokens("critic", "critic.use_dynamic_bsz"),
+    "critic.forward_micro_batch_size_per_gpu": needless("values are computed under the critic's own bounds"),
+    "critic.forward_max_token_len_per_gpu": needless("values are computed under the critic's own bounds"),
+    "critic.rollout_n": needless("rollout.n counts"),
+    "critic.shuffle": needless("mini-batches are cut in the order of the batch"),
+    "critic.optim.lr_warmup_steps": unless(-1, "critic.optim.lr_warmup_steps"),
+    "critic.optim.lr_warmup_steps_ratio": _off_is_needless(
+        "no warm-up", "rlctl counts warm-up in steps: set critic.optim.lr_warmup_steps"
+    ),
+    "critic.optim.total_training_steps": unless(-1, "critic.optim.total_training_steps"),
     # ---- verl: rollout
     "rollout.name": words("rollout.backend", {"vllm": "vllm", "hf": "hf", "sglang": "sglang"}, _NO_BACKEND),
     "rollout.top_k": unless(-1, "rollout.top_k", 0),
@@ -320,8 +360,8 @@ RULES: dict[str, Rule] = {
     "actor.policy_loss.loss_mode": _formula("actor.policy_loss.loss_mode", POLICY_LOSSES),
     "algorithm.use_kl_in_reward": _off_is_needless("off by default", "the KL belongs in the loss: actor.use_kl_loss"),
     "algorithm.gamma": _of_estimator("gamma"),
+    "algorithm.lam": _of_estimator("lam"),
     "algorithm.norm_adv_by_std_in_grpo": _of_estimator("norm_adv_by_std_in_grpo"),
-    "algorithm.lam": needless("GRPO has no lambda"),
     "algorithm.kl_ctrl.kl_coef": needless("counts only with the KL in the reward"),
     "algorithm.kl_ctrl.type": needless("counts only with the KL in the reward"),
     "algorithm.kl_penalty": needless("counts only with the KL in the reward"),
@@ -334,7 +374,7 @@ RULES: dict[str, Rule] = {
     "trainer.test_freq": unless(-1, "trainer.test_freq", 0),
     "trainer.max_actor_ckpt_to_keep": unless(None, "trainer.max_ckpt_to_keep"),
     "trainer.default_local_dir": left("give the directory on the command line: --run-dir"),
-    "trainer.critic_warmup": needless(_CRITIC),
+    "trainer.critic_warmup": _with_critic("critic.warmup_steps"),
     # ---- TRL, whose configurations are flat
     "temperature": to("rollout.temperature"),
     "top_p": to("rollout.top_p"),

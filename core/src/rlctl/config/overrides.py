@@ -21,7 +21,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "tokenizer": ("model.tokenizer",),
     "data": ("data.train_files",),
     "val_data": ("data.val_files",),
-    "backend": ("actor.backend", "ref.backend"),
+    "backend": ("actor.backend", "ref.backend", "critic.backend"),
     "rollout": ("rollout.backend",),
     "algorithm": ("algorithm.adv_estimator", "trainer.type"),
     "nproc": ("runtime.nproc",),
@@ -85,9 +85,8 @@ def _flag_values(document: Document, name: str, value: Any) -> list[tuple[str, A
         # SFT is a trainer of its own and has no advantages; everything else says how rewards become advantages.
         return [("trainer.type", "sft")] if value == "sft" else [(FLAGS[name][0], value), ("trainer.type", "rl")]
     if name == "backend":
-        # The reference follows the actor unless the file gives it a backend of its own: then both change together.
-        both = [path for path in FLAGS[name] if path != "ref.backend" or document.get(("ref", "backend"))]
-        return [(path, value) for path in both]
+        # Reference and critic follow the actor unless the file gives them a backend of their own: then all change together.
+        return [(path, value) for path in FLAGS[name] if path == "actor.backend" or document.get(_loc(path))]
     return [(FLAGS[name][0], value)]
 
 

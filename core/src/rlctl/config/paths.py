@@ -24,7 +24,7 @@ def resolve_paths(document: Document, base_dir: Path, notice: Callable[[str], No
     """
     problems: list[Problem] = []
     teachers = document.get(("teacher", "models"))
-    sections: list[Loc] = [("model",), ("teacher", "model")]
+    sections: list[Loc] = [("model",), ("critic", "model"), ("teacher", "model")]
     sections += [("teacher", "models", str(name)) for name in (teachers if isinstance(teachers, dict) else {})]
     for section in sections:
         for key in ("path", "tokenizer"):

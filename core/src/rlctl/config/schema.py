@@ -12,6 +12,7 @@ from rlctl.config.algorithm_faults import algorithm_faults
 from rlctl.config.base import Strict as Strict
 from rlctl.config.schema_algorithm import AlgorithmConfig
 from rlctl.config.schema_algorithm import PolicyLossConfig as PolicyLossConfig
+from rlctl.config.schema_critic import CriticConfig, critic_faults
 from rlctl.config.schema_data import ColumnsConfig as ColumnsConfig
 from rlctl.config.schema_data import DataConfig as DataConfig
 from rlctl.config.schema_data import TaskConfig as TaskConfig
@@ -36,6 +37,9 @@ class RunConfig(Strict):
     data: DataConfig = Field(description="Rows: files or a procedural task.")
     actor: ActorConfig = Field(default_factory=ActorConfig, description="The policy that is trained.")
     ref: RefConfig = Field(default_factory=RefConfig, description="The frozen reference of the KL.")
+    critic: CriticConfig | None = Field(
+        default=None, description="The value model. algorithm.adv_estimator gae makes one of defaults."
+    )
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Generation.")
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="How rewards become advantages.")
     reward: RewardConfig = Field(default_factory=RewardConfig, description="A weighted sum of rewards.")
@@ -51,7 +55,7 @@ class RunConfig(Strict):
     @model_validator(mode="after")
     def _batch_arithmetic(self) -> RunConfig:
         # All of them, one a line: the reader mends them together.
-        faults = distillation_faults(self) + algorithm_faults(self)
+        faults = distillation_faults(self) + algorithm_faults(self) + critic_faults(self)
         rl = self.trainer.type == "rl"
         mini = self.actor.ppo_mini_batch_size
         if rl and mini is not None and self.data.train_batch_size % mini:
@@ -64,6 +68,7 @@ class RunConfig(Strict):
             ("ref.pool", self.ref.pool),
             ("rollout.pool", self.rollout.pool),
             ("teacher.pool", self.teacher.pool if self.teacher else ""),
+            ("critic.pool", self.critic.pool if self.critic else ""),
         ):
             if pool and pool not in self.runtime.sizes():
                 faults.append(
@@ -71,18 +76,19 @@ class RunConfig(Strict):
                     f"runtime.pools={{{pool}: {{nproc: 1}}}} makes it"
                 )
         named = {self.actor.pool, self.ref.pool or self.actor.pool, self.rollout.pool}
-        named |= {self.teacher.pool or self.actor.pool} if self.teacher else set()
+        named |= {section.pool or self.actor.pool for section in (self.teacher, self.critic) if section}
         if idle := ", ".join(name for name in self.runtime.pools if name not in named):
             faults.append(
-                f"runtime.pools has {idle}, where no role lives: set actor.pool, rollout.pool, ref.pool or "
-                "teacher.pool to it"
+                f"runtime.pools has {idle}, where no role lives: set actor.pool, rollout.pool, ref.pool, "
+                "critic.pool or teacher.pool to it"
             )
         if self.runtime.nproc > 1 and MAIN_POOL not in named:
             faults.append(
                 f"runtime.nproc is {self.runtime.nproc}, and no role lives in that pool, {MAIN_POOL}: take it out"
             )
         longest = self.data.max_prompt_length + self.data.max_response_length
-        for role, section in (("actor", self.actor), ("ref", self.ref), ("teacher", self.teacher)):
+        for role in ("actor", "ref", "critic", "teacher"):
+            section = getattr(self, role)
             budget = section.max_tokens_per_device if section else None
             if budget is not None and budget < longest:
                 faults.append(
@@ -100,6 +106,5 @@ class RunConfig(Strict):
             used.add(self.rollout.pool)
             if self.actor.use_kl_loss:
                 used.add(self.ref.pool or self.actor.pool)
-            if self.teacher is not None:
-                used.add(self.teacher.pool or self.actor.pool)
+            used |= {section.pool or self.actor.pool for section in (self.teacher, self.critic) if section}
         return {name: size for name, size in self.runtime.sizes().items() if name in used}

@@ -65,7 +65,13 @@ class AlgorithmConfig(Strict):
     norm_adv_by_std_in_grpo: bool = Field(
         default=True, description="grpo, grpo_passk: divide by the standard deviation of the prompt's samples."
     )
-    gamma: float = Field(default=1.0, gt=0, le=1, description="reinforce_plus_plus: discount of one token.")
+    gamma: float = Field(default=1.0, gt=0, le=1, description="gae, reinforce_plus_plus: discount of one token.")
+    lam: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="gae: 0 trusts the critic one token ahead, 1 the rewards of the whole response.",
+    )
     adv_args: dict[str, Any] = Field(default_factory=dict, description="Further arguments of a function of your own.")
     bypass_mode: bool = Field(
         default=False, description="Take the rollout's log-probs as old log-probs instead of recomputing them."

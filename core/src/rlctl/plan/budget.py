@@ -103,11 +103,22 @@ def train_memory(
     if layout.topology is None or size.total is None:
         return None
     policy = train_policy(layout.backend)
-    precision, setting = engine_setting(policy, engine, layout.topology, request.config, request.device, size.shape)
+    config = _as_trained(request.config, name)
+    precision, setting = engine_setting(policy, engine, layout.topology, config, request.device, size.shape)
     if size.shape is None or size.count is None:
         return StateMemory(name, size.total, size.total, precision, setting)
-    load = engine_load(role, layout.topology, request.config, whole_batch=not trained)
+    load = engine_load(role, layout.topology, config, whole_batch=not trained)
     return TrainMemory(name, size.shape, size.count, precision, setting, load, trained)
+
+
+def _as_trained(config: RunConfig, name: str) -> RunConfig:
+    """The configuration with a critic's optimizer and mini-batch where the actor's are looked up."""
+    critic, actor = config.critic, config.actor
+    if name != "critic" or critic is None:
+        return config
+    mini = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
+    as_actor = actor.model_copy(update={"optim": critic.optim, "ppo_mini_batch_size": mini})
+    return config.model_copy(update={"actor": as_actor})
 
 
 def engine_setting(
@@ -232,9 +243,11 @@ def plan_memory(request: Request, layouts: Sequence[RoleLayout], size: ModelSize
 
 
 def _section(config: RunConfig, name: str) -> tuple[TrainRole, Mapping[str, Any]]:
-    """(bounds, engine section) of a training role; a critic is planned like the actor."""
+    """(bounds, engine section) of a training role; a critic without a section is planned like the actor."""
     if name == "ref":
         return config.ref, config.ref.engine or config.actor.engine
+    if name == "critic" and config.critic is not None:
+        return config.critic, config.critic.engine or config.actor.engine
     return config.actor, config.actor.engine
 
 
@@ -381,7 +394,9 @@ def _with_and_without(actor: TrainMemory) -> tuple[int, int, int, int]:
 
 def _notes(request: Request, layouts: Mapping[str, RoleLayout], policy: MemoryPolicy) -> tuple[str, ...]:
     notes: list[str] = []
-    actor = layouts["actor"]
+    actor, critic = layouts["actor"], request.config.critic
+    if "critic" in layouts and critic is not None and critic.model is not None:
+        notes.append("the critic is counted with the layers of the actor's model: critic.model is not read here")
     if not policy.checked:
         notes.append(
             f"what {actor.backend} keeps follows its documentation; only the figures of checked backends are compared with live bytes"

@@ -95,19 +95,22 @@ def roles(request: Request) -> list[str]:
     config = request.config
     if config.trainer.type == "sft":
         return ["actor"]
-    return ["actor", *(["ref"] if config.actor.use_kl_loss else []), *(["critic"] if request.critic else []), "rollout"]
+    critic = ["critic"] if request.critic or config.critic is not None else []
+    return ["actor", *(["ref"] if config.actor.use_kl_loss else []), *critic, "rollout"]
 
 
 def role_backend(config: RunConfig, role: str) -> tuple[str, BackendKind]:
-    """The backend of a role; a critic has the actor's."""
+    """The backend of a role: its own, else the actor's."""
     if role == "rollout":
         return config.rollout.backend, BackendKind.ROLLOUT
-    return (config.ref.backend if role == "ref" else "") or config.actor.backend, BackendKind.TRAIN
+    return getattr(getattr(config, role, None), "backend", "") or config.actor.backend, BackendKind.TRAIN
 
 
 def role_axes(config: RunConfig, role: str) -> dict[str, int]:
     """The sizes that a role's ``parallel`` section asks for."""
     sections: dict[str, ParallelConfig] = {"rollout": config.rollout.parallel, "ref": config.ref.parallel}
+    if config.critic is not None:
+        sections["critic"] = config.critic.parallel
     return {axis: int(size) for axis, size in sections.get(role, config.actor.parallel).model_dump().items()}
 
 
@@ -154,7 +157,11 @@ def _refusal(fault: Problem) -> Refusal:
 def _needs(request: Request, role: str, facts: ModelFacts, family: str | None) -> Needs:
     config = request.config
     heads = (ModelType.LANGUAGE_MODEL,)
-    if role == "actor" and request.critic:
+    if (
+        role == "actor"
+        and "critic" in roles(request)
+        and role_backend(config, "critic") == role_backend(config, "actor")
+    ):
         heads = (ModelType.LANGUAGE_MODEL, ModelType.VALUE_MODEL)
     _, kind = role_backend(config, role)
     axes, size = role_axes(config, role), ranks_of(config, role)

@@ -96,7 +96,7 @@ def pool_of(config: RunConfig, role: str) -> str:
     """The pool of processes where a role lives."""
     if role == "rollout":
         return config.rollout.pool
-    return (config.ref.pool if role == "ref" else "") or config.actor.pool
+    return getattr(getattr(config, role, None), "pool", "") or config.actor.pool
 
 
 def ranks_of(config: RunConfig, role: str) -> int:

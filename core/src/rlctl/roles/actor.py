@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +18,7 @@ from rlctl.microbatch import MicroBatchPlan
 from rlctl.normalizer import item_weights
 from rlctl.records import AlgorithmKind
 from rlctl.roles.budget import SkipBudget
+from rlctl.roles.passes import average, mini_batches
 from rlctl.runtime.remote import RemoteEngine
 
 _MEANS = ("actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/entropy", *DIAGNOSTICS)
@@ -77,15 +76,9 @@ class ActorRole:
             NonFiniteStepsError: too many non-finite steps in a row; the weights are those before them.
         """
         steps: list[dict[str, float]] = []
-        for epoch in range(self.config.ppo_epochs):
-            # The first pass keeps the order, so that whole groups stay together; later passes mix the rows.
-            order = list(range(batch.num_rows))
-            if epoch > 0:
-                order = torch.randperm(batch.num_rows, generator=generator).tolist()
-            for start in range(0, batch.num_rows, rows_per_step):
-                rows = order[start : start + rows_per_step]
-                steps.append(self._step(self._weighted(batch, rows, keep, generator), first=not steps))
-        return _average(steps)
+        for rows in mini_batches(batch.num_rows, rows_per_step, self.config.ppo_epochs, generator):
+            steps.append(self._step(self._weighted(batch, rows, keep, generator), first=not steps))
+        return average(steps, "actor")
 
     def _weighted(self, batch: PackedBatch, rows: list[int], keep: set[int], generator: torch.Generator) -> PackedBatch:
         """The mini-batch ``rows``, weighted and its tokens chosen as a whole, less the rows without a gradient."""
@@ -132,22 +125,3 @@ class ActorRole:
         }
         self.budget.note(out.step, mini)
         return metrics
-
-
-def _average(steps: list[dict[str, float]]) -> dict[str, float]:
-    values: dict[str, list[float]] = defaultdict(list)
-    for step in steps:
-        for name, value in step.items():
-            values[name].append(value)
-    merged: dict[str, float] = {}
-    for name, seen in values.items():
-        if name.endswith("_max"):
-            merged[name] = max(seen)
-        elif name == "actor/lr":
-            merged[name] = seen[-1]
-        elif name == "actor/skipped_steps":
-            merged[name] = sum(seen)
-        else:
-            merged[name] = math.fsum(seen) / len(seen)
-    merged["actor/num_steps"] = float(len(steps))
-    return merged

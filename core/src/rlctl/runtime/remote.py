@@ -55,6 +55,7 @@ class RemoteEngine:
         self.group = group
         self.role = spec.role
         self.name = spec.backend
+        self.model_type = spec.model_type
         self.axes = dict(spec.axes)
         self.places = tuple(places)
         self.info = info

@@ -292,7 +292,8 @@ class Worker:
         Raises:
             RlctlError: the export does not cover the model, or the directory cannot be written; on rank 0.
         """
-        weights = self.engines[role].export_weights(dtype)
+        engine = self.engines[role]
+        weights = engine.export_weights(dtype)
         if self.boot.rank != 0:
             for _ in weights:
                 beat()
@@ -300,7 +301,8 @@ class Worker:
         from rlctl.data.tokenizer import load_tokenizer
         from rlctl.export import write_hf_directory
 
-        write_hf_directory(weights, model=model, tokenizer=load_tokenizer(model), dest=dest, dtype=dtype)
+        tokenizer = load_tokenizer(model)
+        write_hf_directory(weights, model=model, tokenizer=tokenizer, dest=dest, dtype=dtype, head=engine.model_type)
 
     # ---- state ------------------------------------------------------------------------------------------------
     @dispatch(Dispatch.ONE_TO_ALL)

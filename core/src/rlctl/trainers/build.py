@@ -25,6 +25,7 @@ from rlctl.runtime.remote import RemoteEngine
 from rlctl.trainers import setup, teachers
 from rlctl.trainers.advantages import AdvantageStage
 from rlctl.trainers.algorithms import find_algorithms
+from rlctl.trainers.critic import build_critic, find_critic
 from rlctl.trainers.rl import RLTrainer
 from rlctl.trainers.sft import SFTTrainer
 from rlctl.trainers.trainer import Trainer
@@ -43,6 +44,7 @@ class Prepared:
         total_steps: global steps of the whole run.
         teachers: name to model of each teacher.
         algorithms: advantage estimator and policy loss, for RL.
+        critic: the section of a critic that does not start from the actor's weights.
     """
 
     context: setup.Context
@@ -55,15 +57,16 @@ class Prepared:
     total_steps: int
     teachers: dict[str, ModelConfig] = field(default_factory=dict)
     algorithms: dict[AlgorithmKind, Algorithm] = field(default_factory=dict)
+    critic: ModelConfig | None = None
 
 
 @dataclass
 class Built:
-    """A trainer, its engines by role, and the model section that its exports are described by."""
+    """A trainer, its engines by role, and by role the model section that an export is described by."""
 
     trainer: Trainer
     engines: dict[str, RemoteEngine]
-    model: ModelConfig
+    models: dict[str, ModelConfig]
 
 
 def prepare(context: setup.Context) -> Prepared:
@@ -78,6 +81,7 @@ def prepare(context: setup.Context) -> Prepared:
         setup.check_roles(context, model)
         algorithms = {} if config.trainer.type == "sft" else find_algorithms(config, context.plugins)
         tokenizer = load_tokenizer(model)
+        critic = find_critic(context, model, algorithms[AlgorithmKind.ADVANTAGE], tokenizer) if algorithms else None
         teacher_models = teachers.find_teachers(context, tokenizer)
         encoder = PromptEncoder(tokenizer, config.data)
         train_rows, val_rows = load_rows(config.data, "train"), load_rows(config.data, "val")
@@ -89,7 +93,7 @@ def prepare(context: setup.Context) -> Prepared:
     sampler = BatchSampler(len(train_rows), config.data.train_batch_size, config.data.shuffle, config.trainer.seed)
     steps = setup.schedule_length(config, len(train_rows))
     return Prepared(
-        context, model, tokenizer, encoder, train_rows, val_rows, sampler, steps, teacher_models, algorithms
+        context, model, tokenizer, encoder, train_rows, val_rows, sampler, steps, teacher_models, algorithms, critic
     )
 
 
@@ -113,7 +117,7 @@ def _build_sft(p: Prepared) -> Built:
     longest = config.data.max_prompt_length + config.data.max_response_length
     plan, budget = setup.token_plan(config.actor, config), SkipBudget(config.guards.nonfinite_step_budget)
     trainer = SFTTrainer(p.context, engine, plan, p.encoder, p.sampler, p.train_rows, p.val_rows, longest, budget)
-    return Built(trainer, {"actor": engine}, p.model)
+    return Built(trainer, {"actor": engine}, {"actor": p.model})
 
 
 def _build_rl(p: Prepared, run_dir: Path, *, resuming: bool, closing: ExitStack) -> Built:
@@ -130,7 +134,9 @@ def _build_rl(p: Prepared, run_dir: Path, *, resuming: bool, closing: ExitStack)
         else:
             model = warm_start(context, model, p.encoder, scorer, p.train_rows, p.val_rows, started)
     mini = config.actor.ppo_mini_batch_size or config.data.train_batch_size
-    updates = p.total_steps * config.actor.ppo_epochs * (config.data.train_batch_size // mini)
+    # The steps in which a critic learns alone are none of the actor's.
+    learning = max(1, p.total_steps - (config.critic.warmup_steps if config.critic else 0))
+    updates = learning * config.actor.ppo_epochs * (config.data.train_batch_size // mini)
     optim = setup.with_schedule(config.actor.optim, updates)
     actor = setup.build_train_engine(context, config.actor, model, name="actor", optim=optim)
     rollout = setup.build_rollout_engine(context, model)
@@ -138,6 +144,10 @@ def _build_rl(p: Prepared, run_dir: Path, *, resuming: bool, closing: ExitStack)
     reference = _build_reference(context, model)
     if reference is not None:
         engines["ref"] = reference.engine
+    models = {"actor": model}
+    critic = build_critic(context, p.critic or model, p.total_steps)
+    if critic is not None:
+        engines["critic"], models["critic"] = critic.role.engine, p.critic or model
     teacher = teachers.build_teachers(context, teacher_models, actor)
     if teacher is not None:
         engines |= {teachers.engine_name(name): engine for name, engine in teacher.engines.items()}
@@ -157,8 +167,9 @@ def _build_rl(p: Prepared, run_dir: Path, *, resuming: bool, closing: ExitStack)
             [(name, weight) for name, weight, _ in scorer.components],
         ),
         teacher,
+        critic,
     )
-    return Built(trainer, engines, model)
+    return Built(trainer, engines, models)
 
 
 def _build_reference(context: setup.Context, model: ModelConfig) -> ReferenceRole | None:

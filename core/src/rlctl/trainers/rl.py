@@ -23,6 +23,7 @@ from rlctl.roles.reference import ReferenceRole
 from rlctl.roles.rollout import RolloutRole
 from rlctl.roles.teacher import TeacherRole, teacher_of
 from rlctl.trainers.advantages import AdvantageStage, advantage_metrics, by_group, rows_with_advantage
+from rlctl.trainers.critic import CriticStage
 from rlctl.trainers.evaluation import ScoredRollout, length_metrics, score_completions, validate, watch_rows
 from rlctl.trainers.setup import Context
 from rlctl.trainers.teachers import held_out_kl
@@ -68,12 +69,15 @@ class RLTrainer:
     val_rows: Sequence[Row]
     advantages: AdvantageStage
     teacher: TeacherRole | None = None
+    critic: CriticStage | None = None
     checked_all_rows: bool = False
     watched: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def budget(self) -> SkipBudget:
-        return self.actor.budget
+        # The one that is nearer to its end.
+        budgets = [self.actor.budget, *([self.critic.role.budget] if self.critic else [])]
+        return max(budgets, key=lambda budget: budget.in_a_row)
 
     # ---- what the runner calls --------------------------------------------------------------------------------
     def begin(self) -> dict[str, Any]:
@@ -160,6 +164,9 @@ class RLTrainer:
                 completions = self.rollout.greedy(rollout.prompts, step_seed(self.context.config.trainer.seed, step, 3))
                 greedy = score_completions(rollout.rows, rollout.prompts, completions, self.encoder, self.scorer)
             inputs["greedy_scores"] = by_group(batch, completions, greedy.scores)
+        if self.critic is not None:
+            with timer("values"), self.context.reporter.phase("values", None):
+                batch = self.critic.judge(batch)
         if self.context.config.algorithm.bypass_mode:
             batch = batch.with_items(old_log_probs=batch.items["rollout_log_probs"])
         want = ("log_probs",) if takes("old_log_probs") and "old_log_probs" not in batch.items else ()
@@ -175,6 +182,7 @@ class RLTrainer:
         """Peak memory in GiB: the largest over the ranks of every pool."""
         engines = [self.actor.engine, self.rollout.engine, *([self.reference.engine] if self.reference else [])]
         engines += self.teacher.engines.values() if self.teacher else []
+        engines += [self.critic.role.engine] if self.critic else []
         found = [engine.memory() for engine in {engine.group.name: engine for engine in engines}.values()]
         return {name: max(m[name] for m in found) for name in found[0]}
 
@@ -219,6 +227,13 @@ class RLTrainer:
                 scored = self.actor.score(batch)["log_probs"]
             self.compare(batch, scored)
             self.checked_all_rows = True
+        if self.critic is not None:
+            with timer("update_critic"):
+                shuffle = torch.Generator().manual_seed(step_seed(config.trainer.seed, step, 4))
+                batch, learnt = self.critic.learn(batch, shuffle)
+            metrics |= learnt
+            if self.critic.warms_up(step):
+                return metrics
         if "old_log_probs" not in batch.items and (not one_step or self.actor.formula.chooser is not None):
             # With exactly one optimizer step the old log-probs are the current ones: a pass of its own adds nothing, unless
             # tokens are chosen by them before that step.
@@ -290,13 +305,16 @@ class RLTrainer:
         return {
             "sampler": self.sampler.state_dict(),
             "rollout_version": self.rollout.version,
-            "skipped_in_a_row": self.budget.in_a_row,
+            "skipped_in_a_row": self.actor.budget.in_a_row,
+            **({"critic_skipped_in_a_row": self.critic.role.budget.in_a_row} if self.critic else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.sampler.load_state_dict(state["sampler"])
         self.rollout.version = int(state["rollout_version"])
-        self.budget.in_a_row = int(state.get("skipped_in_a_row", 0))
+        self.actor.budget.in_a_row = int(state.get("skipped_in_a_row", 0))
+        if self.critic is not None:
+            self.critic.role.budget.in_a_row = int(state.get("critic_skipped_in_a_row", 0))
 
 
 def _component_means(rollout: ScoredRollout) -> dict[str, float]:

@@ -96,7 +96,7 @@ class Runner:
         self.total_steps = prepared.total_steps
         self.checkpoint = self._find_checkpoint() if self.resuming else None
         built = build(prepared, self.run.path, resuming=self.resuming, closing=self.closing)
-        self.engines, self.model = built.engines, built.model
+        self.engines, self.models = built.engines, built.models
         return built.trainer
 
     # ---- the run ----------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class Runner:
             runtime=self.context.pools.describe(),
             total_training_steps=self.total_steps,
         )
-        self.reporter.message(setup.start_line(self.context, self.engines["actor"], self.total_steps))
+        self.reporter.message(setup.start_line(self.context, self.engines, self.total_steps))
         plain = self.config.model_dump(mode="json")
         resume_step = start if self.resuming else None
         tracker = build_tracker(
@@ -193,6 +193,8 @@ class Runner:
                     self._save(trainer, step)
             with self.reporter.phase("saving", None):
                 self._export(self.run.export)
+                if "critic" in self.engines:
+                    self._export(self.run.critic, "critic")
         finally:
             tracker.close()
         result.best_step = self.best[1] if self.best else None
@@ -217,13 +219,18 @@ class Runner:
             self.run.update_manifest(best={"step": step, **found.metrics})
         return found.metrics
 
-    def _export(self, dest: Path) -> None:
-        self.engines["actor"].export_directory(dest.absolute(), self.model)
+    def _export(self, dest: Path, role: str = "actor") -> None:
+        self.engines[role].export_directory(dest.absolute(), self.models[role])
+
+    def _parts(self) -> dict[str, RemoteEngine]:
+        """Engines that learn beside the actor's, by their name in a checkpoint."""
+        return {name: engine for name, engine in self.engines.items() if name == "critic"}
 
     def _save(self, trainer: Trainer, step: int) -> None:
         state = {"step": step, "trainer": trainer.state_dict(), "best": list(self.best) if self.best else None}
         with self.reporter.phase("saving", None):
-            save_checkpoint(self.run, step, self.engines["actor"], state, self.config.trainer.max_ckpt_to_keep)
+            keep = self.config.trainer.max_ckpt_to_keep
+            save_checkpoint(self.run, step, self.engines["actor"], state, keep, self._parts())
 
     def _find_checkpoint(self) -> Checkpoint | None:
         """The checkpoint to go on from, looked for before anything is built or changed.
@@ -241,7 +248,9 @@ class Runner:
                 next="start a new run with another --run-dir",
             )
         if checkpoint is not None:
-            require_world_size(checkpoint, self.context.pools.size(self.config.actor.pool))
+            critic, sizes = self.config.critic, self.context.pools.size
+            parts = {} if critic is None else {"critic": sizes(critic.pool or self.config.actor.pool)}
+            require_world_size(checkpoint, sizes(self.config.actor.pool), parts)
         if checkpoint is not None and checkpoint.step >= self.total_steps:
             raise CheckpointError(
                 f"nothing is left to train: the run stands at step {checkpoint.step} of {self.total_steps}",
@@ -255,7 +264,7 @@ class Runner:
         if self.checkpoint is None:
             self.reporter.message(f"no complete checkpoint in {self.run.path}: starting from step 0")
         else:
-            state: Mapping[str, Any] = load_checkpoint(self.checkpoint, self.engines["actor"])
+            state: Mapping[str, Any] = load_checkpoint(self.checkpoint, self.engines["actor"], self._parts())
             trainer.load_state_dict(dict(state["trainer"]))
             self.best = (float(state["best"][0]), int(state["best"][1])) if state.get("best") else None
             step = int(state["step"])

@@ -79,6 +79,7 @@ def train_spec(
     optim: OptimConfig | None,
     backend: str | None = None,
     engine_section: Mapping[str, Any] | None = None,
+    head: ModelType = ModelType.LANGUAGE_MODEL,
 ) -> BuildSpec:
     """The training engine of the role called ``name``; without ``optim`` it is forward-only. Nothing is started.
 
@@ -88,7 +89,7 @@ def train_spec(
     world = context.pools.size(_pool(context, role))
     axes = topology.resolve(world, role.parallel.model_dump())
     section = role.engine if engine_section is None else engine_section
-    return _spec(context, name, BackendKind.TRAIN, backend or role.backend, section, axes, model, optim)
+    return _spec(context, name, BackendKind.TRAIN, backend or role.backend, section, axes, model, optim, head)
 
 
 def rollout_spec(context: Context, model: ModelConfig, *, name: str = "rollout") -> BuildSpec:
@@ -119,18 +120,20 @@ def _spec(
     axes: Topology,
     model: ModelConfig,
     optim: OptimConfig | None,
+    head: ModelType = ModelType.LANGUAGE_MODEL,
 ) -> BuildSpec:
     device = context.device
     record = registry.resolve_backend(
         context.plugins,
         backend,
         kind,
-        ModelType.LANGUAGE_MODEL,
+        head,
         device.type,
         device.vendor,
         notice=context.reporter.message,
     )
-    for note in require_topology(record, axes, device.type, device.vendor, facts=facts_of(model.config, model.path)):
+    facts = facts_of(model.config, model.path)
+    for note in require_topology(record, axes, device.type, device.vendor, head, facts):
         context.reporter.message(f"{name}: {note}")
     sizes = {axis.value: int(getattr(axes, axis.value)) for axis in Axis}
     return BuildSpec(
@@ -141,6 +144,7 @@ def _spec(
         engine=dict(section),
         axes=sizes,
         optimizer=None if optim is None else optim.model_dump(),
+        model_type=str(head),
     )
 
 
@@ -187,9 +191,12 @@ def build_train_engine(
     optim: OptimConfig | None,
     backend: str | None = None,
     engine_section: Mapping[str, Any] | None = None,
+    head: ModelType = ModelType.LANGUAGE_MODEL,
 ) -> RemoteEngine:
     """Build a training engine in its pool, whose processes start with the first one; see :func:`train_spec`."""
-    spec = train_spec(context, role, model, name=name, optim=optim, backend=backend, engine_section=engine_section)
+    spec = train_spec(
+        context, role, model, name=name, optim=optim, backend=backend, engine_section=engine_section, head=head
+    )
     return _build(context, _pool(context, role), spec, balance=context.config.trainer.balance_batch)
 
 
@@ -237,6 +244,7 @@ def describe_engines(engines: Mapping[str, RemoteEngine]) -> dict[str, Any]:
             "backend": engine.name,
             "num_parameters": info.num_parameters,
             "model_family": info.model_family,
+            "model_type": engine.model_type,
             "notes": dict(info.notes),
             "pool": engine.group.name,
             "axes": {name: size for name, size in engine.axes.items() if size > 1},
@@ -244,8 +252,9 @@ def describe_engines(engines: Mapping[str, RemoteEngine]) -> dict[str, Any]:
     return out
 
 
-def start_line(context: Context, actor: RemoteEngine, total_steps: int) -> str:
+def start_line(context: Context, engines: Mapping[str, RemoteEngine], total_steps: int) -> str:
     """One line that says what is about to be trained, and how."""
+    actor = engines["actor"]
     config, info = context.config, actor.info
     model = f"{info.model_family}, {info.num_parameters / 1e6:.1f}M parameters"
     axes = evidence.axes_words({name: size for name, size in actor.axes.items() if size > 1})
@@ -255,10 +264,23 @@ def start_line(context: Context, actor: RemoteEngine, total_steps: int) -> str:
         return f"SFT of {model}, on {on}: {total_steps} steps of {config.data.train_batch_size} rows"
     what = algorithm_words(config) if config.distillation is None else f"distillation ({config.distillation.loss_mode})"
     return (
-        f"{what} on {model}, on {on}: {total_steps} steps of {config.data.train_batch_size} prompts x "
+        f"{what} on {model}{_critic_words(engines)}, on {on}: {total_steps} steps of {config.data.train_batch_size} prompts x "
         f"{config.rollout.n} samples; reward: mean over samples, val score: held-out rows"
         + (", greedy" if config.rollout.val_kwargs.temperature == 0 else "")
     )
+
+
+def _critic_words(engines: Mapping[str, RemoteEngine]) -> str:
+    """``, with a critic of 0.9M parameters (fsdp2, usp=2, pool judge)``; the pool where it is not the actor's."""
+    actor, critic = engines["actor"], engines.get("critic")
+    if critic is None:
+        return ""
+    words = [critic.name]
+    if axes := {name: size for name, size in critic.axes.items() if size > 1}:
+        words.append(evidence.axes_words(axes))
+    if critic.group is not actor.group:
+        words.append(f"pool {critic.group.name}")
+    return f", with a critic of {critic.info.num_parameters / 1e6:.1f}M parameters ({', '.join(words)})"
 
 
 def _ranks_words(context: Context) -> str:

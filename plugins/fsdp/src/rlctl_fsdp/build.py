@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from transformers.utils import logging
 
 from rlctl.errors import CapabilityError, ConfigError, EngineError
-from rlctl.hf_config import load_config, load_error, starts_random
+from rlctl.hf_config import load_config, load_error, make_value_config, starts_random
 from rlctl.parts.values import VALUE_BIAS, VALUE_HEAD, draw_value_head
 from rlctl.records import ModelType
 
@@ -62,7 +62,7 @@ def build_whole(model: Mapping[str, Any], seed: int) -> PreTrainedModel:
     if is_value_model(model):
         auto, extra = AutoModelForTokenClassification, {"config": value_config(model)}
     try:
-        with _no_progress_bars():
+        with _quiet_transformers():
             result: Any = auto.from_pretrained(
                 path,
                 dtype=dtype,
@@ -92,13 +92,15 @@ def build_whole(model: Mapping[str, Any], seed: int) -> PreTrainedModel:
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """The command line shows progress itself; transformers' bars would run through it."""
-    shown = logging.is_progress_bar_enabled()
+def _quiet_transformers() -> Iterator[None]:
+    """The command line shows progress itself, and missing weights are refused or drawn here: transformers says neither."""
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(level)
         if shown:
             logging.enable_progress_bar()
 
@@ -120,26 +122,12 @@ def is_value_model(model: Mapping[str, Any]) -> bool:
 def value_config(model: Mapping[str, Any]) -> PretrainedConfig:
     """The config of a value model on the layers that the section describes.
 
-    A fresh head has no bias. Files of a value model keep what they have, which transformers takes to be one unless they say not.
-
     Raises:
         CapabilityError: a family without a value head.
         ConfigError: the files are of a classifier with several labels.
     """
     config = load_config(model)
-    is_classifier = any(str(n).endswith("ForTokenClassification") for n in config.architectures or ())
-    reads_head = is_classifier and not starts_random(model)
-    if reads_head and config.num_labels != 1:
-        raise ConfigError(
-            f"{model['path']} is no value model",
-            found=f"a classifier of {config.num_labels} labels",
-            wanted="one label, or a language model, which gets a fresh value head",
-            next="take a model of one label, or a language model",
-        )
-    config.num_labels = 1
-    config.classifier_dropout = 0.0
-    has_bias = reads_head and getattr(config, "token_classification_bias", True)
-    config.token_classification_bias = bool(has_bias)
+    make_value_config(config, reads_head=not starts_random(model), source=model.get("path"))
     with torch.device("meta"):
         empty = _from_config(config, model, torch.float32, AutoModelForTokenClassification)
     head = getattr(empty, "score", None)
@@ -148,7 +136,7 @@ def value_config(model: Mapping[str, Any]) -> PretrainedConfig:
             f"fsdp2 has no value model of {config.model_type}",
             found=f"transformers' {type(empty).__name__} has no linear head called score",
             wanted="a family whose token classifier has one, such as llama, qwen2, qwen3 or mistral",
-            next="take a model of such a family with the same tokens",
+            next="set critic.model.path to a model of such a family with the same tokens",
         )
     return config
 

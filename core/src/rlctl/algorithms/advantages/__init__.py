@@ -16,6 +16,7 @@ C components of the reward); numbers are float64, on the CPU:
 ``greedy_scores``      ``[R]``      reward of a greedy completion of the row's prompt (a rollout of its own)
 ``old_log_probs``      ``[N]``      log-probs of the policy before the update (a pass of its own)
 ``sum_p2``             ``[N]``      sum of the squared probabilities of the vocabulary under that policy (the same pass)
+``values``             ``[N]``      what the critic says of the state before each token (there is a section ``critic``)
 =====================  ===========  ====================================================================================
 
 It returns advantages ``[R]``, spread over the tokens of each row, or ``[N]``; or (advantages, returns). What stands at tokens
