@@ -92,6 +92,8 @@ evidence: $(VENV)/.dev
 	  tests/test_verify_megatron.py
 	RLCTL_EVIDENCE_DIR=$(CURDIR)/plugins/fsdp/src/rlctl_fsdp/evidence OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
 	  tests/test_distillation_same_curve.py -k 'fsdp2 and usp2'
+	RLCTL_EVIDENCE_DIR=$(CURDIR)/plugins/fsdp/src/rlctl_fsdp/evidence OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+	  tests/test_ppo_runs.py -k 'evidence or one_process_does'
 	RLCTL_EVIDENCE_DIR=$(CURDIR)/plugins/megatron/src/rlctl_megatron/evidence OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
 	  tests/test_distillation_same_curve.py -k 'megatron and (tp2 or pp2 or cp2 or ep2)'
 

@@ -76,14 +76,15 @@ def replay(folder: Path, model: Path, recording: Recording, *overrides: str) -> 
         return _run(folder, [*_from(model), *overrides])
 
 
-def largest_difference(a: RunResult, b: RunResult, *, extremes: bool = False) -> tuple[float, str]:
+def largest_difference(a: RunResult, b: RunResult, *, extremes: bool = False, steps: int = STEPS) -> tuple[float, str]:
     """(largest difference of any metric of any step, absolute or relative to its size where that is over 1; its name).
 
     Args:
         extremes: look at the largest single token's gap instead of all other metrics. AdamW turns the sign of a gradient
             of 1e-9 into a whole step, so the worst of thousands of tokens moves more than any mean does.
+        steps: how many there are.
     """
-    assert len(a.history) == len(b.history) == STEPS
+    assert len(a.history) == len(b.history) == steps
     worst = (0.0, "")
     for step, (x, y) in enumerate(zip(a.history, b.history, strict=True), 1):
         names = {n for n in x if not n.startswith(_OTHER)}

