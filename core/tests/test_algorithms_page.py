@@ -55,7 +55,7 @@ def test_the_page_says_the_defaults_of_the_bounds() -> None:
 
 
 def test_the_example_of_ones_own_runs(tmp_path: Path) -> None:
-    text = PAGE.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8").partition("## Your own")[2]
     code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
     settings = re.search(r"```yaml\n(.*?)```", text, re.DOTALL)
     assert code is not None
