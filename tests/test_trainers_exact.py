@@ -33,11 +33,22 @@ TINY = [
 ]
 OFF_POLICY = ["actor.ppo_epochs=2", "actor.ppo_mini_batch_size=2"]
 VARIANTS = {
-    "several epochs and a KL": [*OFF_POLICY, "actor.use_kl_loss=true", "actor.kl_loss_coef=0.1"],
+    "several epochs, a KL in loss and reward, scaled rewards": [
+        *OFF_POLICY,
+        "actor.use_kl_loss=true",
+        "actor.kl_loss_coef=0.1",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl={type: adaptive, kl_coef: 0.05, target_kl: 0.01, horizon: 50}",
+        "algorithm.adv_estimator=dr_grpo",
+        "reward.normalize=running",
+        "reward.normalize_by=data_source",
+    ],
     "the rollout's own log-probs": [*OFF_POLICY, "algorithm.bypass_mode=true"],
     "a schedule": ["actor.optim.lr_scheduler_type=cosine", "actor.optim.lr_warmup_steps=2"],
     "sft": ["trainer.type=sft", "warm_start=null"],
 }
+FOLLOWS = {"several epochs, a KL in loss and reward, scaled rewards": "actor/reward_kl_penalty_coeff"}
+"""What each step says of a variant's memory; were it the same in all steps, a resume could lose it unseen."""
 
 
 def train(run: Path, *overrides: str, resume: bool = False) -> RunResult:
@@ -82,6 +93,8 @@ def test_a_pause_changes_no_number(tmp_path, variant, monkeypatch):
     assert numbers(broken) == numbers(whole)
     a, b = weights(whole), weights(broken)
     assert all(torch.equal(a[name], b[name]) for name in a)
+    if variant in FOLLOWS:
+        assert len({line[FOLLOWS[variant]] for line in numbers(whole)[1:]}) == 4
 
 
 def test_one_seed_is_one_run(tmp_path):

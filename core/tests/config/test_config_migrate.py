@@ -11,8 +11,8 @@ from rlctl.algorithms.table import ADVANTAGES, POLICY_LOSSES
 from rlctl.config.check import check
 from rlctl.config.document import Document, dotted
 from rlctl.config.load import load_config
-from rlctl.config.migrate import migrate
-from rlctl.config.migrate_rules import RULES, Left
+from rlctl.config.migrate import RULES, migrate
+from rlctl.config.migrate_rules import Left
 from rlctl.config.schema import RunConfig
 from rlctl.config.schema_paths import annotation_at, walk
 from rlctl.config.yaml_source import parse
@@ -271,6 +271,9 @@ def test_every_rule_sets_keys_that_exist() -> None:
                 "actor.use_dynamic_bsz": True,
                 "ref.log_prob_use_dynamic_bsz": True,
                 "algorithm.adv_estimator": "gae",
+                "algorithm.use_kl_in_reward": True,
+                "algorithm.kl_ctrl.type": "adaptive",
+                "reward_model.overlong_buffer.enable": True,
             }
             outcome = rule(value, leaves)
             if isinstance(outcome, Left):
@@ -354,3 +357,52 @@ def test_verl_s_losses_pass_through_with_the_settings_that_they_read(name: str) 
     assert not [item for item in result.left_out if not item.needless]
     values = {"model": {"path": "m"}, "data": {"task": {"name": "sum"}}, **result.values}
     assert RunConfig.model_validate(values).actor.policy_loss.loss_mode == name
+
+
+REWARDS = """
+algorithm:
+  use_kl_in_reward: true
+  kl_penalty: kl
+  kl_ctrl: {type: adaptive, kl_coef: 0.01, horizon: 5000, target_kl: 0.05}
+reward_model:
+  enable: false
+  reward_manager: dapo
+  overlong_buffer: {enable: true, len: 64, penalty_factor: 0.5, log: true}
+"""
+
+
+def test_verl_s_kl_in_the_reward_and_its_overlong_buffer_pass_through() -> None:
+    result = migrate(REWARDS, "verl.yaml")
+    assert result.values == {
+        "algorithm": {
+            "use_kl_in_reward": True,
+            "kl_penalty": "kl",
+            "kl_ctrl": {"type": "adaptive", "kl_coef": 0.01, "horizon": 5000, "target_kl": 0.05},
+        },
+        "reward": {"overlong_buffer": {"len": 64, "penalty_factor": 0.5}},
+    }
+    assert not [item for item in result.left_out if not item.needless]
+    values = {"model": {"path": "m"}, "data": {"task": {"name": "sum"}}, **result.values}
+    assert RunConfig.model_validate(values).needs_reference
+
+
+def test_what_is_switched_off_there_sets_nothing_here() -> None:
+    """A file of verl has all these keys; those of a KL that is off would be refused here."""
+    off = REWARDS.replace("use_kl_in_reward: true", "use_kl_in_reward: false").replace("enable: true", "enable: false")
+    result = migrate(off, "verl.yaml")
+    assert result.values == {}
+    assert not [item for item in result.left_out if not item.needless]
+    fixed = migrate(REWARDS.replace("adaptive", "fixed"), "verl.yaml").values["algorithm"]["kl_ctrl"]
+    assert fixed == {"type": "fixed", "kl_coef": 0.01}
+    model = migrate("reward_model: {enable: true, model: {path: m}}\n", "verl.yaml")
+    assert {item.path for item in model.left_out if not item.needless} == {"reward_model", "reward_model.enable"}
+
+
+def test_trl_s_ppo_takes_the_kl_from_the_reward() -> None:
+    result = migrate("kl_coef: 0.05\nkl_estimator: k3\nmask_truncated_completions: true\n", "trl.yaml")
+    assert result.values["algorithm"] == {
+        "use_kl_in_reward": True,
+        "kl_ctrl": {"kl_coef": 0.05},
+        "kl_penalty": "k3",
+        "mask_truncated_completions": True,
+    }

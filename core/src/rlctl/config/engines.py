@@ -146,7 +146,7 @@ def _same_layout(document: Document, role: str, plugins: PluginSet) -> list[Prob
 def _needed(document: Document, role: str) -> bool:
     """True for a role that takes part, or whose backend was written down although it does not."""
     sft = document.get(("trainer", "type")) == "sft"
-    kl = document.get(("actor", "use_kl_loss")) is True
+    kl = True in (document.get(("actor", "use_kl_loss")), document.get(("algorithm", "use_kl_in_reward")))
     given = document.has((role, "backend")) and not _derived(document, role)
     return given or {"ref": kl and not sft, "rollout": not sft}.get(role, True)
 

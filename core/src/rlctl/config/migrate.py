@@ -10,7 +10,9 @@ from typing import Any
 from rlctl.config.check import check
 from rlctl.config.document import Document, Loc, Origin, PlaceError, dotted, leaves
 from rlctl.config.foreign import our_path
-from rlctl.config.migrate_rules import RULES, SECTIONS, Left
+from rlctl.config.migrate_reward_rules import RULES as REWARD_RULES
+from rlctl.config.migrate_rules import RULES as FURTHER_RULES
+from rlctl.config.migrate_rules import SECTIONS, Left
 from rlctl.config.overrides import parse_key
 from rlctl.config.schema import RunConfig
 from rlctl.config.schema_critic import needs_critic
@@ -19,6 +21,7 @@ from rlctl.config.suggest import for_key
 from rlctl.config.yaml_dump import dump
 from rlctl.config.yaml_source import parse, parse_value
 
+RULES = {**FURTHER_RULES, **REWARD_RULES}
 _WRAPPER = "actor_rollout_ref"
 _REFERENCE = re.compile(r"^\$\{(?:oc\.select:)?([\w.]+)(?:,([^{}]*))?\}$")
 
@@ -68,11 +71,11 @@ def migrate(text: str, label: str) -> Migration:
     if needs_critic(by_path.get("algorithm.adv_estimator")):
         del sections["critic"]
     for name, section in sections.items():
-        if name in document.data:
+        if any(loc[0] == name and not _has_rule(loc) for loc in old) or document.data.get(name) == {}:
             line = document.origin((name,)).line
             left_out.append(LeftOut(name, line, describe(document.data[name]), section.reason, section.needless))
     for loc, value in old.items():
-        if loc[0] in sections:
+        if loc[0] in sections and not _has_rule(loc):
             continue
         outcome = _translate(loc, value, by_path)
         line = document.origin(loc).line
@@ -119,6 +122,11 @@ def _refused(out: Document, lines: Mapping[str, int]) -> tuple[list[LeftOut], tu
             loc = loc[:-1]
             out.delete(loc)
     return refused, tuple(to_set)
+
+
+def _has_rule(loc: Loc) -> bool:
+    """True for a key that sets something although it stands in a section that does not."""
+    return dotted(_name(loc)) in REWARD_RULES
 
 
 def _name(loc: Loc) -> Loc:

@@ -66,7 +66,7 @@ def as_list(path: str) -> Rule:
     return lambda value, _: {path: list(value) if isinstance(value, list) else [value]}
 
 
-def _off_is_needless(reason: str, unsupported: str) -> Rule:
+def off_is_needless(reason: str, unsupported: str) -> Rule:
     return lambda value, _: Left(reason, needless=True) if not value else Left(unsupported)
 
 
@@ -247,7 +247,7 @@ RULES: dict[str, Rule] = {
     "model.use_remove_padding": needless("batches are always packed"),
     "model.custom_chat_template": unless(None, "model.chat_template"),
     "model.tokenizer_path": unless(None, "model.tokenizer"),
-    "model.lora_rank": _off_is_needless("no adapters", "adapters are not built yet"),
+    "model.lora_rank": off_is_needless("no adapters", "adapters are not built yet"),
     # ---- verl: actor
     "actor.strategy": words("actor.backend", _BACKENDS, _NO_BACKEND),
     "actor.megatron.sequence_parallel": to("actor.parallel.sp"),
@@ -288,7 +288,7 @@ RULES: dict[str, Rule] = {
     "actor.ppo_max_token_len_per_gpu": _tokens("actor", "actor.use_dynamic_bsz"),
     "actor.shuffle": needless("mini-batches are cut in the order of the batch"),
     "actor.optim.lr_warmup_steps": unless(-1, "actor.optim.lr_warmup_steps"),
-    "actor.optim.lr_warmup_steps_ratio": _off_is_needless(
+    "actor.optim.lr_warmup_steps_ratio": off_is_needless(
         "no warm-up", "rlctl counts warm-up in steps: set actor.optim.lr_warmup_steps"
     ),
     "actor.optim.total_training_steps": unless(-1, "actor.optim.total_training_steps"),
@@ -328,7 +328,7 @@ RULES: dict[str, Rule] = {
     "critic.rollout_n": needless("rollout.n counts"),
     "critic.shuffle": needless("mini-batches are cut in the order of the batch"),
     "critic.optim.lr_warmup_steps": unless(-1, "critic.optim.lr_warmup_steps"),
-    "critic.optim.lr_warmup_steps_ratio": _off_is_needless(
+    "critic.optim.lr_warmup_steps_ratio": off_is_needless(
         "no warm-up", "rlctl counts warm-up in steps: set critic.optim.lr_warmup_steps"
     ),
     "critic.optim.total_training_steps": unless(-1, "critic.optim.total_training_steps"),
@@ -358,13 +358,9 @@ RULES: dict[str, Rule] = {
     # ---- verl: algorithm, reward, trainer
     "algorithm.adv_estimator": _formula("algorithm.adv_estimator", ADVANTAGES, ALIASES),
     "actor.policy_loss.loss_mode": _formula("actor.policy_loss.loss_mode", POLICY_LOSSES),
-    "algorithm.use_kl_in_reward": _off_is_needless("off by default", "the KL belongs in the loss: actor.use_kl_loss"),
     "algorithm.gamma": _of_estimator("gamma"),
     "algorithm.lam": _of_estimator("lam"),
     "algorithm.norm_adv_by_std_in_grpo": _of_estimator("norm_adv_by_std_in_grpo"),
-    "algorithm.kl_ctrl.kl_coef": needless("counts only with the KL in the reward"),
-    "algorithm.kl_ctrl.type": needless("counts only with the KL in the reward"),
-    "algorithm.kl_penalty": needless("counts only with the KL in the reward"),
     "custom_reward_function.path": _reward_function,
     "custom_reward_function.name": _reward_function,
     "trainer.logger": as_list("trainer.logger"),

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from rlctl.config.algorithm_faults import algorithm_faults
 from rlctl.config.base import Strict as Strict
+from rlctl.config.reward_faults import reward_faults
 from rlctl.config.schema_algorithm import AlgorithmConfig
 from rlctl.config.schema_algorithm import PolicyLossConfig as PolicyLossConfig
 from rlctl.config.schema_critic import CriticConfig, critic_faults
@@ -55,7 +56,7 @@ class RunConfig(Strict):
     @model_validator(mode="after")
     def _batch_arithmetic(self) -> RunConfig:
         # All of them, one a line: the reader mends them together.
-        faults = distillation_faults(self) + algorithm_faults(self) + critic_faults(self)
+        faults = distillation_faults(self) + algorithm_faults(self) + critic_faults(self) + reward_faults(self)
         rl = self.trainer.type == "rl"
         mini = self.actor.ppo_mini_batch_size
         if rl and mini is not None and self.data.train_batch_size % mini:
@@ -99,12 +100,17 @@ class RunConfig(Strict):
             raise ValueError("\n".join(faults))
         return self
 
+    @property
+    def needs_reference(self) -> bool:
+        """True where a reference takes part: for a KL in the loss or in the reward."""
+        return self.trainer.type == "rl" and (self.actor.use_kl_loss or self.algorithm.use_kl_in_reward)
+
     def pools_used(self) -> dict[str, int]:
         """Pool name -> number of ranks of the pools where a role of this run lives; no other is started."""
         used = {self.actor.pool}
         if self.trainer.type == "rl":
             used.add(self.rollout.pool)
-            if self.actor.use_kl_loss:
+            if self.needs_reference:
                 used.add(self.ref.pool or self.actor.pool)
             used |= {section.pool or self.actor.pool for section in (self.teacher, self.critic) if section}
         return {name: size for name, size in self.runtime.sizes().items() if name in used}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
-from rlctl.config.base import Strict
+from rlctl.config.base import Count, Strict
 
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -56,6 +56,20 @@ class PolicyLossConfig(Strict):
     args: dict[str, Any] = Field(default_factory=dict, description="Further arguments of a function of your own.")
 
 
+class KlControlConfig(Strict):
+    """The coefficient of the KL in the reward."""
+
+    type: Literal["fixed", "adaptive"] = Field(
+        default="fixed", description="adaptive: moved towards target_kl after each batch."
+    )
+    kl_coef: float = Field(default=0.001, ge=0, description="The coefficient; with adaptive the first one.")
+    target_kl: PositiveFloat = Field(default=0.1, description="adaptive: nats a token, as actor/reward_kl_penalty is.")
+    horizon: Count = Field(
+        default=10_000,
+        description="adaptive: rows in one batch of which a KL far off moves the coefficient by a fifth.",
+    )
+
+
 class AlgorithmConfig(Strict):
     """How rewards become advantages, and where old log-probs come from."""
 
@@ -75,4 +89,16 @@ class AlgorithmConfig(Strict):
     adv_args: dict[str, Any] = Field(default_factory=dict, description="Further arguments of a function of your own.")
     bypass_mode: bool = Field(
         default=False, description="Take the rollout's log-probs as old log-probs instead of recomputing them."
+    )
+    use_kl_in_reward: bool = Field(
+        default=False, description="Subtract the KL to the reference from the reward of each token."
+    )
+    kl_penalty: Literal["k1", "k2", "k3", "abs", "kl", "mse", "low_var_kl"] = Field(
+        default="k1", description="Estimator of the KL in the reward; it has no gradient there."
+    )
+    kl_ctrl: KlControlConfig = Field(
+        default_factory=KlControlConfig, description="The coefficient of the KL in the reward."
+    )
+    mask_truncated_completions: bool = Field(
+        default=False, description="Do not train on responses that the length limit cut; they count in their group."
     )

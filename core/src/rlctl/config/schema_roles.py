@@ -65,7 +65,7 @@ class ActorConfig(TrainRole):
 
 
 class RefConfig(TrainRole):
-    """The frozen reference, used with actor.use_kl_loss. What it does not state it takes from the actor."""
+    """The frozen reference, used with actor.use_kl_loss or algorithm.use_kl_in_reward. What it does not state it takes from the actor."""
 
     backend: str = Field(
         default="", description="Training backend; empty: the actor's, with the actor's engine section."

@@ -265,12 +265,14 @@ def _check_reward(
     limit_s: float,
 ) -> None:
     from rlctl.data.rewards import build_reward
+    from rlctl.data.rewards.sources import require_sources
 
     rows = [row for split in splits.values() for row in split]
     if not rows:
         return
     tell("reward dry run", 0, len(rows))
     try:
+        require_sources(resolved.config.reward, rows)
         scorer = build_reward(resolved.config.reward, plugins, resolved.base_dir)
     except RlctlError as error:
         report.faults.append(_from_error("reward", "reward", error))

@@ -44,7 +44,7 @@ def dry_run(
     run = DryRun()
     start = time.monotonic()
     parts = [
-        (name, weight, RewardScorer([(name, 1.0, reward)]), reward.compares)
+        (name, weight, RewardScorer([(name, 1.0, reward)], scorer.sources), reward.compares)
         for name, weight, reward in scorer.components
     ]
     sums = {name: 0.0 for name, *_ in parts}
@@ -92,6 +92,8 @@ def _row(
     truth = empty = 0.0
     low: list[Fault] = []
     for name, weight, part, compares in parts:
+        if not part.scores(name, row):
+            continue
         empty += weight * part.score_one(RewardInput(row, "", "stop", 1)).score
         best = float("-inf")
         for text in _candidates(row, compares):

@@ -96,7 +96,7 @@ def roles(request: Request) -> list[str]:
     if config.trainer.type == "sft":
         return ["actor"]
     critic = ["critic"] if request.critic or config.critic is not None else []
-    return ["actor", *(["ref"] if config.actor.use_kl_loss else []), *critic, "rollout"]
+    return ["actor", *(["ref"] if config.needs_reference else []), *critic, "rollout"]
 
 
 def role_backend(config: RunConfig, role: str) -> tuple[str, BackendKind]:

@@ -12,6 +12,7 @@ from rlctl.config.schema import ModelConfig
 from rlctl.data.lengths import fit_rows
 from rlctl.data.prompts import PromptEncoder
 from rlctl.data.rewards import build_reward
+from rlctl.data.rewards.sources import require_sources
 from rlctl.data.rows import Row, load_rows
 from rlctl.data.sampler import BatchSampler
 from rlctl.data.tokenizer import load_tokenizer
@@ -26,6 +27,7 @@ from rlctl.trainers import setup, teachers
 from rlctl.trainers.advantages import AdvantageStage
 from rlctl.trainers.algorithms import find_algorithms
 from rlctl.trainers.critic import build_critic, find_critic
+from rlctl.trainers.rewards import RewardStage
 from rlctl.trainers.rl import RLTrainer
 from rlctl.trainers.sft import SFTTrainer
 from rlctl.trainers.trainer import Trainer
@@ -85,6 +87,8 @@ def prepare(context: setup.Context) -> Prepared:
         teacher_models = teachers.find_teachers(context, tokenizer)
         encoder = PromptEncoder(tokenizer, config.data)
         train_rows, val_rows = load_rows(config.data, "train"), load_rows(config.data, "val")
+        if config.trainer.type == "rl":
+            require_sources(config.reward, [*train_rows, *val_rows])
         teachers.require_teachers([*train_rows, *val_rows], config, list(teacher_models))
     sft = config.trainer.type == "sft"
     with reporter.phase("encoding rows", None):
@@ -166,6 +170,7 @@ def _build_rl(p: Prepared, run_dir: Path, *, resuming: bool, closing: ExitStack)
             config.algorithm,
             [(name, weight) for name, weight, _ in scorer.components],
         ),
+        RewardStage(config.reward, config.algorithm, config.data.max_response_length),
         teacher,
         critic,
     )
@@ -174,7 +179,7 @@ def _build_rl(p: Prepared, run_dir: Path, *, resuming: bool, closing: ExitStack)
 
 def _build_reference(context: setup.Context, model: ModelConfig) -> ReferenceRole | None:
     config, ref = context.config, context.config.ref
-    if not config.actor.use_kl_loss:
+    if not config.needs_reference:
         return None
     engine = setup.build_train_engine(
         context,

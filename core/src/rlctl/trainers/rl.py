@@ -23,8 +23,10 @@ from rlctl.roles.reference import ReferenceRole
 from rlctl.roles.rollout import RolloutRole
 from rlctl.roles.teacher import TeacherRole, teacher_of
 from rlctl.trainers.advantages import AdvantageStage, advantage_metrics, by_group, rows_with_advantage
+from rlctl.trainers.agreement import rollout_gap
 from rlctl.trainers.critic import CriticStage
 from rlctl.trainers.evaluation import ScoredRollout, length_metrics, score_completions, validate, watch_rows
+from rlctl.trainers.rewards import RewardStage
 from rlctl.trainers.setup import Context
 from rlctl.trainers.teachers import held_out_kl
 from rlctl.trainers.trainer import Assessment
@@ -68,6 +70,7 @@ class RLTrainer:
     train_rows: Sequence[Row]
     val_rows: Sequence[Row]
     advantages: AdvantageStage
+    rewards: RewardStage
     teacher: TeacherRole | None = None
     critic: CriticStage | None = None
     checked_all_rows: bool = False
@@ -132,7 +135,7 @@ class RLTrainer:
             "critic/score/mean": scores.mean().item(),
             "critic/score/max": scores.max().item(),
             "critic/score/min": scores.min().item(),
-            "critic/rewards/mean": scores.mean().item(),
+            **self.rewards.metrics,
             **advantage_metrics(batch),
             **length_metrics(rollout),
             **{f"reward/{k}": v for k, v in _component_means(rollout).items()},
@@ -159,24 +162,37 @@ class RLTrainer:
         Old log-probs stay in the batch, where the update would else make them.
         """
         takes, inputs = self.advantages.takes, dict[str, torch.Tensor]()
+        batch, rewards = self.rewards.mask(batch, rollout), self.rewards.shape(rollout)
         if takes("greedy_scores"):
             with timer("gen_max"), self.context.reporter.phase("greedy baseline", None):
                 completions = self.rollout.greedy(rollout.prompts, step_seed(self.context.config.trainer.seed, step, 3))
                 greedy = score_completions(rollout.rows, rollout.prompts, completions, self.encoder, self.scorer)
-            inputs["greedy_scores"] = by_group(batch, completions, greedy.scores)
+            # On the scale of the samples' rewards.
+            inputs["greedy_scores"] = by_group(batch, completions, self.rewards.shape(greedy, learn=False).tolist())
         if self.critic is not None:
             with timer("values"), self.context.reporter.phase("values", None):
                 batch = self.critic.judge(batch)
         if self.context.config.algorithm.bypass_mode:
             batch = batch.with_items(old_log_probs=batch.items["rollout_log_probs"])
-        want = ("log_probs",) if takes("old_log_probs") and "old_log_probs" not in batch.items else ()
+        asked = takes("old_log_probs") or self.rewards.uses_kl
+        want = ("log_probs",) if asked and "old_log_probs" not in batch.items else ()
         want += ("sum_p2",) if takes("sum_p2") else ()
         if want:
             with timer("old_log_prob"):
                 inputs |= self.actor.score(batch, want)
         if "log_probs" in inputs:
             batch = batch.with_items(old_log_probs=inputs.pop("log_probs"))
-        return batch, inputs
+        if self.rewards.uses_kl:
+            batch = self.with_reference(batch, timer)
+        return batch, inputs | self.rewards.inputs(batch, rollout, rewards)
+
+    def with_reference(self, batch: PackedBatch, timer: StepTimer) -> PackedBatch:
+        """``batch`` with what the reference says of its tokens, where there is one and the batch has not got it yet."""
+        if self.reference is None or "ref_log_probs" in batch.items:
+            return batch
+        whole = self.context.config.actor.use_kl_loss and self.context.config.actor.kl_loss_type == FULL
+        with timer("ref"):
+            return batch.with_items(**self.reference.score(batch, whole=whole))
 
     def memory(self) -> dict[str, float]:
         """Peak memory in GiB: the largest over the ranks of every pool."""
@@ -233,6 +249,8 @@ class RLTrainer:
                 batch, learnt = self.critic.learn(batch, shuffle)
             metrics |= learnt
             if self.critic.warms_up(step):
+                metrics |= self.gap_without_update(batch, rows_per_step, step, timer)
+                self.guard(metrics)
                 return metrics
         if "old_log_probs" not in batch.items and (not one_step or self.actor.formula.chooser is not None):
             # With exactly one optimizer step the old log-probs are the current ones: a pass of its own adds nothing, unless
@@ -241,9 +259,11 @@ class RLTrainer:
                 batch = batch.with_items(old_log_probs=self.actor.score(batch)["log_probs"])
         keep = self.rows_with_gradient(batch)
         metrics["actor/rows_with_gradient"] = len(keep) / batch.num_rows
-        if self.reference is not None:
-            with timer("ref"):
-                batch = batch.with_items(**self.reference.score(batch, whole=actor_cfg.kl_loss_type == FULL))
+        if actor_cfg.use_kl_loss:
+            batch = self.with_reference(batch, timer)
+        if keep.isdisjoint(range(rows_per_step)):
+            # The first mini-batch trains nothing, so that the update, which measures the gap, will not see it.
+            metrics |= self.gap_without_update(batch, rows_per_step, step, timer)
         generator = torch.Generator().manual_seed(step_seed(config.trainer.seed, step, 1))
         with timer("update_actor"):
             metrics |= self.actor.update(batch, rows_per_step, keep, generator)
@@ -251,12 +271,12 @@ class RLTrainer:
         return metrics
 
     def rows_with_gradient(self, batch: PackedBatch) -> set[int]:
-        """Rows whose loss has a gradient: all, unless only a policy term is on that vanishes with the advantage; then those
-        with an advantage that is not exactly zero."""
+        """Rows whose loss has a gradient: all that have a trained token, unless only a policy term is on that vanishes with the
+        advantage; then those with an advantage that is not exactly zero."""
         cfg = self.context.config.actor
-        further = cfg.entropy_coeff or self.reference is not None or self.teacher is not None
+        further = cfg.entropy_coeff or cfg.use_kl_loss or self.teacher is not None
         if not cfg.skip_zero_advantage or further or not self.actor.formula.spec.vanishes:
-            return set(range(batch.num_rows))
+            return set(batch.row_ids()[batch.items["loss_mask"].bool()].tolist())
         return rows_with_advantage(batch)
 
     # ---- guards -----------------------------------------------------------------------------------------------
@@ -266,9 +286,22 @@ class RLTrainer:
         Raises:
             GuardError: their mean difference is over the threshold.
         """
-        mask = batch.items["loss_mask"]
-        gap = (batch.items["rollout_log_probs"].exp() - log_probs.exp()).abs()[mask]
-        self.guard({"training/rollout_probs_diff_mean": gap.mean().item()})
+        self.guard(rollout_gap(batch, log_probs))
+
+    def gap_without_update(
+        self, batch: PackedBatch, rows_per_step: int, step: int, timer: StepTimer
+    ) -> dict[str, float]:
+        """What an update would have measured of its first mini-batch; where no token of that is trained, it is said."""
+        if not self.actor.check_rollout:
+            return {}
+        mini = batch.select(range(min(rows_per_step, batch.num_rows)))
+        if not bool(mini.items["loss_mask"].any()):
+            self.context.reporter.message(
+                f"step {step}: rollout and trainer are not compared, no token of the first mini-batch is trained"
+            )
+            return {}
+        with timer("old_log_prob"):
+            return rollout_gap(mini, self.actor.score(mini)["log_probs"])
 
     def guard(self, metrics: dict[str, float]) -> None:
         """Stop when rollout and trainer have drifted apart."""
@@ -307,6 +340,7 @@ class RLTrainer:
             "rollout_version": self.rollout.version,
             "skipped_in_a_row": self.actor.budget.in_a_row,
             **({"critic_skipped_in_a_row": self.critic.role.budget.in_a_row} if self.critic else {}),
+            "rewards": self.rewards.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -315,6 +349,7 @@ class RLTrainer:
         self.actor.budget.in_a_row = int(state.get("skipped_in_a_row", 0))
         if self.critic is not None:
             self.critic.role.budget.in_a_row = int(state.get("critic_skipped_in_a_row", 0))
+        self.rewards.load_state_dict(state.get("rewards", {}))
 
 
 def _component_means(rollout: ScoredRollout) -> dict[str, float]:

@@ -161,7 +161,7 @@ def check_roles(context: Context, model: ModelConfig) -> None:
     if config.trainer.type == "sft":
         return
     rollout_spec(context, model)
-    if config.actor.use_kl_loss:
+    if config.needs_reference:
         ref = config.ref
         backend, section = ref.backend or config.actor.backend, ref.engine or config.actor.engine
         train_spec(context, ref, model, name="ref", optim=None, backend=backend, engine_section=section)

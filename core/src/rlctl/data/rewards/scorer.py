@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,11 +24,19 @@ class RewardScorer:
 
     Args:
         components: (name, weight, reward) of each, names all different.
+        sources: values of ``data_source`` that a component is for, by its name; one that is not here is for every row.
     """
 
-    def __init__(self, components: Sequence[tuple[str, float, Reward]]) -> None:
+    def __init__(
+        self, components: Sequence[tuple[str, float, Reward]], sources: Mapping[str, Collection[str]] | None = None
+    ) -> None:
         assert components, "RewardConfig has at least one component by default"
         self.components = tuple(components)
+        self.sources = {name: frozenset(of) for name, of in (sources or {}).items() if of}
+
+    def scores(self, name: str, row: Row) -> bool:
+        """True when the component ``name`` is for this row."""
+        return name not in self.sources or row.data_source in self.sources[name]
 
     def score(
         self, rows: Sequence[Row], texts: Sequence[str], finish_reasons: Sequence[str], num_tokens: Sequence[int]
@@ -48,6 +56,8 @@ class RewardScorer:
         total = 0.0
         values: dict[str, float] = {}
         for name, weight, reward in self.components:
+            if not self.scores(name, item.row):
+                continue
             value = reward(item)
             if isinstance(value, Mapping):
                 for key, extra in value.items():
@@ -56,6 +66,12 @@ class RewardScorer:
                 value = value["score"]
             values[name] = _number(value, name, item)
             total += weight * values[name]
+        if not values:
+            raise DataError(
+                f"no reward is for {item.row.source} (row {item.row.index})",
+                found=f"data_source {item.row.data_source!r}",
+                next="add it to the sources of one of reward.components",
+            )
         return RewardResult(total, values)
 
     def close(self) -> None:
@@ -86,10 +102,13 @@ def build_reward(config: RewardConfig, plugins: PluginSet | None, base_dir: Path
         raise DataError("reward.components is empty", next="reward.components=[{name: exact_match}]")
     context = RewardContext(config.timeout_s, base_dir)
     built: list[tuple[str, float, Reward]] = []
+    sources: dict[str, tuple[str, ...]] = {}
     try:
         for number, component in enumerate(config.components):
             reward = build_component(component, f"reward.components[{number}]", context, plugins)
-            built.append((_unique(component.name, [name for name, _, _ in built]), component.weight, reward))
+            name = _unique(component.name, [name for name, _, _ in built])
+            built.append((name, component.weight, reward))
+            sources[name] = component.sources
     except BaseException:
         if built:
             RewardScorer(built).close()
@@ -97,7 +116,7 @@ def build_reward(config: RewardConfig, plugins: PluginSet | None, base_dir: Path
     if "components" not in config.model_fields_set:
         name, weight, default = built[0]
         built[0] = (name, weight, _OwnScorer(default, context))
-    return RewardScorer(built)
+    return RewardScorer(built, sources)
 
 
 class _OwnScorer(Reward):

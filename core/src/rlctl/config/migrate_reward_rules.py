@@ -1,0 +1,78 @@
+"""What becomes of verl's and TRL's keys about rewards and the KL in them; see :mod:`rlctl.config.migrate_rules`. Facts about names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlctl.config.migrate_rules import Left, Outcome, Rule, left, needless, off_is_needless
+
+_OVERLONG = ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg")
+_KL = "algorithm.use_kl_in_reward"
+
+
+def _of_kl(path: str, *, adaptive: bool = False) -> Rule:
+    """A setting of the KL in the reward, which counts only where that is on (and its control is adaptive)."""
+
+    def rule(value: Any, leaves: Mapping[str, Any]) -> Outcome:
+        if leaves.get(_KL) is not True:
+            return Left("counts only with the KL in the reward", needless=True)
+        if adaptive and leaves.get("algorithm.kl_ctrl.type") != "adaptive":
+            return Left("counts only with an adaptive coefficient", needless=True)
+        return {path: value} if value is not None else Left("not set there", needless=True)
+
+    return rule
+
+
+def _overlong(section: str, key: str) -> Rule:
+    """A setting of the overlong buffer, which counts only where that is on."""
+
+    def rule(value: Any, leaves: Mapping[str, Any]) -> Outcome:
+        if leaves.get(f"{section}.enable") is not True:
+            return Left("the overlong buffer is off there", needless=True)
+        return {f"reward.overlong_buffer.{key}": value}
+
+    return rule
+
+
+def _switch(section: str) -> Rule:
+    def rule(value: Any, leaves: Mapping[str, Any]) -> Outcome:
+        if value is True and leaves.get(f"{section}.len") is None:
+            return Left("set reward.overlong_buffer.len: tokens before data.max_response_length")
+        return Left("reward.overlong_buffer is what switches it on", needless=True)
+
+    return rule
+
+
+def _ppo_kl(value: Any, _: Mapping[str, Any]) -> Outcome:
+    """TRL's PPO takes the KL from the reward."""
+    if not value:
+        return Left("no KL in the reward is the default", needless=True)
+    return {_KL: True, "algorithm.kl_ctrl.kl_coef": value}
+
+
+RULES: dict[str, Rule] = {
+    # ---- verl
+    _KL: lambda value, _: {_KL: True} if value is True else Left("off by default", needless=True),
+    "algorithm.kl_penalty": _of_kl("algorithm.kl_penalty"),
+    "algorithm.kl_ctrl.type": _of_kl("algorithm.kl_ctrl.type"),
+    "algorithm.kl_ctrl.kl_coef": _of_kl("algorithm.kl_ctrl.kl_coef"),
+    "algorithm.kl_ctrl.target_kl": _of_kl("algorithm.kl_ctrl.target_kl", adaptive=True),
+    "algorithm.kl_ctrl.horizon": _of_kl("algorithm.kl_ctrl.horizon", adaptive=True),
+    **{f"{section}.enable": _switch(section) for section in _OVERLONG},
+    **{f"{section}.{key}": _overlong(section, key) for section in _OVERLONG for key in ("len", "penalty_factor")},
+    **{f"{section}.log": needless("reward/overlong_penalty is always reported") for section in _OVERLONG},
+    "reward_model.enable": off_is_needless(
+        "no reward model", "reward models are not built yet; functions are: reward.components"
+    ),
+    "reward_model.reward_manager": needless("rewards are the sum of reward.components"),
+    "reward_model.reward_kwargs.max_resp_len": needless("data.max_response_length is what counts"),
+    # ---- TRL
+    "kl_coef": _ppo_kl,
+    "kl_estimator": lambda value, leaves: (
+        {"algorithm.kl_penalty": value}
+        if leaves.get("kl_coef")
+        else Left("there is no KL in the reward", needless=True)
+    ),
+    "reward_weights": left("set the weight of each of reward.components"),
+}

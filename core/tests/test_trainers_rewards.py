@@ -1,0 +1,221 @@
+"""The stage that makes rewards of scores: what the configuration says in which order, and what it remembers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlctl.batch import GROUP, PackedBatch, pack
+from rlctl.config.schema import RunConfig
+from rlctl.data.columns import Row
+from rlctl.data.rewards import RewardInput, RewardResult, RewardScorer
+from rlctl.data.rewards.sources import require_sources
+from rlctl.data.rewards.text import FunctionReward
+from rlctl.errors import DataError
+from rlctl.generation import Completion, FinishReason
+from rlctl.trainers.evaluation import ScoredRollout
+from rlctl.trainers.rewards import RewardStage
+
+BASE = {"model": {"path": "m"}, "data": {"task": {"name": "sum"}, "max_response_length": 10}}
+
+
+def config(**sections: Any) -> RunConfig:
+    return RunConfig.model_validate({**BASE, **sections})
+
+
+def stage(**sections: Any) -> RewardStage:
+    made = config(**sections)
+    return RewardStage(made.reward, made.algorithm, made.data.max_response_length)
+
+
+def rollout(scores: list[float], sources: list[str] | None = None, lengths: list[int] | None = None) -> ScoredRollout:
+    """One prompt a completion; those of 10 tokens are cut."""
+    lengths = lengths or [2] * len(scores)
+    sources = sources or ["a"] * len(scores)
+    rows = [Row(i, f"r:{i}", "p", "1", None, source) for i, source in enumerate(sources)]
+    done = [
+        Completion(i, 0, [1] * n, [-1.0] * n, FinishReason.LENGTH if n == 10 else FinishReason.STOP)
+        for i, n in enumerate(lengths)
+    ]
+    return ScoredRollout(rows, [[0]] * len(rows), done, [""] * len(rows), [RewardResult(s) for s in scores])
+
+
+def batch(made: ScoredRollout, kl: float = 0.0) -> PackedBatch:
+    """Each row a prompt token and its completion; the old policy is ``kl`` nats above the reference everywhere."""
+    lengths = [1 + len(c.token_ids) for c in made.completions]
+    return pack(
+        {
+            "loss_mask": [[False] + [True] * (n - 1) for n in lengths],
+            "old_log_probs": [[-1.0] * n for n in lengths],
+            "ref_log_probs": [[-1.0 - kl] * n for n in lengths],
+        },
+        rows={GROUP: [c.prompt_index for c in made.completions]},
+        dtypes={"loss_mask": torch.bool},
+    )
+
+
+def test_rewards_are_shaped_in_the_order_of_the_page() -> None:
+    """Penalty, factor of the source, deviation, bounds."""
+    one = stage(
+        reward={
+            "overlong_buffer": {"len": 4, "penalty_factor": 2.0},
+            "source_weights": {"b": 3.0},
+            "normalize": "running_std",
+            "clip_max": 1.0,
+        }
+    )
+    made = rollout([1.0, 1.0, 1.0], ["a", "b", "b"], [2, 10, 8])
+    unscaled = torch.tensor([1.0, 3.0 * (1 - 2), 3.0 * (1 - 1)]).double()
+    assert torch.equal(one.unscaled(made), unscaled)
+    assert torch.allclose(one.shape(made), (unscaled / unscaled.std()).clamp(max=1.0))
+    assert stage().shape(made).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_each_source_has_its_own_scale() -> None:
+    one = stage(reward={"normalize": "running", "normalize_by": "data_source"})
+    found = one.shape(rollout([0.0, 2.0, 100.0, 300.0], ["a", "a", "b", "b"]))
+    assert found.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5] * 2)
+    together = stage(reward={"normalize": "running"}).shape(rollout([0.0, 2.0, 100.0, 300.0], ["a", "a", "b", "b"]))
+    assert together[0] != pytest.approx(found[0])
+
+
+@given(scores=st.lists(st.floats(-10, 10), min_size=1, max_size=8), order=st.randoms(use_true_random=False))
+def test_rows_may_come_in_any_order(scores: list[float], order: Any) -> None:
+    settings = {"reward": {"normalize": "running", "clip_min": -1.0}}
+    places = list(range(len(scores)))
+    order.shuffle(places)
+    plain = stage(**settings).shape(rollout(scores))
+    mixed = stage(**settings).shape(rollout([scores[i] for i in places]))
+    torch.testing.assert_close(mixed, plain[places], rtol=1e-9, atol=1e-9)
+
+
+def test_a_baseline_is_scaled_and_not_learnt_from() -> None:
+    one = stage(reward={"normalize": "running"})
+    made = rollout([0.0, 2.0])
+    one.shape(made)
+    before = one.state_dict()
+    assert one.shape(rollout([3.0]), learn=False).tolist() == pytest.approx([2 / 2**0.5])
+    assert one.state_dict() == before
+
+
+def test_the_kl_is_taken_from_each_token_and_its_coefficient_follows() -> None:
+    kl = {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1, "target_kl": 0.1, "horizon": 10}}
+    one = stage(algorithm=kl)
+    made = rollout([1.0, 0.0], lengths=[2, 3])
+    found = one.inputs(batch(made, kl=0.5), made, one.shape(made))
+    assert found["token_rewards"].tolist() == pytest.approx([0, -0.05, 0.95, 0, -0.05, -0.05, -0.05])
+    assert found["scores"].tolist() == pytest.approx([0.9, -0.15])
+    assert one.metrics["actor/reward_kl_penalty"] == pytest.approx(0.5)
+    assert one.metrics["actor/reward_kl_penalty_coeff"] == 0.1
+    assert one.metrics["critic/rewards/mean"] == pytest.approx(0.375)
+    assert one.coef == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))
+    fixed = stage(algorithm={**kl, "kl_ctrl": {"kl_coef": 0.1}})
+    fixed.inputs(batch(made, kl=0.5), made, fixed.shape(made))
+    assert fixed.coef == 0.1
+
+
+def test_a_truncated_row_keeps_its_reward_and_no_token() -> None:
+    one = stage(algorithm={"mask_truncated_completions": True, "use_kl_in_reward": True})
+    made = rollout([1.0, 0.5], lengths=[2, 10])
+    masked = one.mask(batch(made, kl=1.0), made)
+    assert masked.items["loss_mask"].tolist() == [False, True, True] + [False] * 11
+    found = one.inputs(masked, made, one.shape(made))
+    assert found["scores"].tolist() == pytest.approx([1.0 - 0.002, 0.5])
+    assert found["token_rewards"][3:].abs().max() == 0.0
+    every = one.mask(batch(rollout([1.0], lengths=[10])), rollout([1.0], lengths=[10]))
+    found = one.inputs(every, rollout([1.0], lengths=[10]), torch.tensor([1.0]).double())
+    assert found["scores"].tolist() == [1.0]
+    assert "actor/reward_kl_penalty" not in one.metrics
+
+
+def test_what_it_remembers_passes_through_json_bit_by_bit() -> None:
+    settings = {
+        "reward": {"normalize": "running", "normalize_by": "data_source"},
+        "algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "kl_coef": 0.3}},
+    }
+    one, made = stage(**settings), rollout([0.1, 0.7, 0.3], ["a", "b", "b"])
+    one.inputs(batch(made, kl=0.3), made, one.shape(made))
+    other = stage(**settings)
+    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert (other.kl_coef, other.moments) == (one.kl_coef, one.moments)
+    assert other.kl_coef is not None
+    assert other.coef != 0.3
+    fresh = stage(**settings)
+    fresh.load_state_dict({})
+    assert fresh.coef == 0.3
+
+
+# ---- rewards by source ------------------------------------------------------------------------------------------------
+
+
+def scorer(sources: dict[str, list[str]]) -> RewardScorer:
+    one, two = (FunctionReward(lambda item, v=v: v) for v in (1.0, 10.0))
+    return RewardScorer([("one", 1.0, one), ("two", 0.5, two)], sources)
+
+
+def score(made: RewardScorer, source: str) -> RewardResult:
+    return made.score_one(RewardInput(Row(0, "r:1", "p", "1", None, source), "", "stop", 1))
+
+
+def test_a_component_scores_the_rows_of_its_sources() -> None:
+    made = scorer({"one": ["a"], "two": []})
+    assert score(made, "a") == RewardResult(6.0, {"one": 1.0, "two": 10.0})
+    assert score(made, "b") == RewardResult(5.0, {"two": 10.0})
+    with pytest.raises(DataError, match="no reward is for r:1"):
+        score(scorer({"one": ["a"], "two": ["a"]}), "b")
+
+
+def test_sources_and_rows_must_know_each_other() -> None:
+    rows = [Row(i, f"r:{i}", "p", "1", None, source) for i, source in enumerate(("gsm8k", "code"))]
+
+    def look(**reward: Any) -> None:
+        require_sources(config(reward=reward).reward, rows)
+
+    look()
+    look(components=[{"name": "number", "sources": ["gsm8k"]}, {"name": "math"}])
+    with pytest.raises(DataError, match="no row has the data_source 'gsm8'") as caught:
+        look(components=[{"name": "number", "sources": ["gsm8"]}, {"name": "math"}])
+    assert "did you mean 'gsm8k'?" in str(caught.value)
+    with pytest.raises(DataError, match="source_weights names"):
+        look(source_weights={"cod": 2.0})
+    with pytest.raises(DataError, match="rows of data_source code have no reward"):
+        look(components=[{"name": "number", "sources": ["gsm8k"]}])
+
+
+# ---- what the configuration refuses ------------------------------------------------------------------------------------
+
+ADAPTIVE = {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive"}}
+TEACHER = {"teacher": {"model": {"path": "t"}}, "distillation": {}}
+REFUSED = {
+    "bounds": ({"reward": {"clip_min": 1.0, "clip_max": 1.0}}, "is not below reward.clip_max"),
+    "no scale": ({"reward": {"normalize_by": "data_source"}}, "reward.normalize is none"),
+    "buffer": ({"reward": {"overlong_buffer": {"len": 11}}}, "more than data.max_response_length 10"),
+    "kl off": ({"algorithm": {"kl_ctrl": {"kl_coef": 0.5}}}, "algorithm.use_kl_in_reward is false"),
+    "kl kind off": ({"algorithm": {"kl_penalty": "k3"}}, "algorithm.kl_penalty is of the KL in the reward"),
+    "fixed": ({"algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"target_kl": 1.0}}}, "set adaptive"),
+    "zero": ({"algorithm": {**ADAPTIVE, "kl_ctrl": {"type": "adaptive", "kl_coef": 0}}}, "start above 0"),
+    "gdpo": ({"algorithm": {**ADAPTIVE, "adv_estimator": "gdpo"}}, "nothing with algorithm.adv_estimator gdpo"),
+    "teacher": ({**TEACHER, "reward": {"clip_max": 1.0}}, "nothing without distillation.use_task_rewards"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_would_do_nothing_are_refused(name: str) -> None:
+    sections, words = REFUSED[name]
+    with pytest.raises(ValueError, match=words):
+        config(**sections)
+
+
+def test_the_kl_in_the_reward_needs_a_reference_and_its_pool() -> None:
+    pools = {"runtime": {"pools": {"other": {"nproc": 1}}}, "ref": {"pool": "other"}}
+    made = config(algorithm={"use_kl_in_reward": True}, **pools)
+    assert made.needs_reference
+    assert "other" in made.pools_used()
+    assert not config().needs_reference
+    assert "other" not in config(**pools).pools_used()
+    assert not config(algorithm={"use_kl_in_reward": True}, trainer={"type": "sft"}).needs_reference
