@@ -42,7 +42,10 @@ quickstart: $(VENV)/.run
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
-test-backends: test-veomni test-vllm
+# Both environments first: a run of veomni's tests has its rollout in vllm's.
+test-backends: $(VENVS)/vllm/.ok $(VENVS)/veomni/.ok
+	$(MAKE) test-veomni
+	$(MAKE) test-vllm
 
 # veomni brings torchvision, through timm. Where its build does not fit torch's (one for CUDA beside a torch for the CPU) no model
 # of transformers can be imported; no language model needs either.
@@ -57,7 +60,7 @@ $(VENVS)/veomni/.ok: core/pyproject.toml cli/pyproject.toml plugins/veomni/pypro
 
 test-veomni: $(VENVS)/veomni/.ok
 	OMP_NUM_THREADS=1 $(VENVS)/veomni/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile plugins/veomni/tests \
-	  tests/test_veomni_same_metrics.py $(PYTEST_ARGS)
+	  tests/test_veomni_same_metrics.py tests/test_veomni_vllm_run.py $(PYTEST_ARGS)
 
 evidence-veomni: $(VENVS)/veomni/.ok
 	RLCTL_EVIDENCE_DIR=$(CURDIR)/plugins/veomni/src/rlctl_veomni/evidence OMP_NUM_THREADS=1 $(VENVS)/veomni/bin/python -m pytest \

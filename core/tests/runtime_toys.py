@@ -153,6 +153,12 @@ class BrokenAtStart(ToyWorker):
         super().__init__(boot, plugins, notice)
 
 
+class OtherRlctl(ToyWorker):
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def hello(self) -> Hello:
+        return Hello(self.boot.rank, "here", os.getpid(), "3", {}, sys.executable, "9.9.9", (7, 0))
+
+
 class SlowToStart(ToyWorker):
     def __init__(self, boot: Boot, plugins: Any, notice: Callable[[str], None]) -> None:
         if boot.rank == 1:

@@ -117,3 +117,28 @@ def test_the_contract_imports_nothing_of_what_stands_on_it(light_modules: set[st
 
 def test_the_pure_parts_need_no_torch() -> None:
     assert "torch" not in modules_after("microbatch", "schedule", "normalizer_modes", "config.schema")
+
+
+PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing", "joblib"}
+PICKLING_CALLS = {"save", "load", "broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"}
+
+
+def test_what_travels_between_processes_is_never_pickled() -> None:
+    """Neither between a controller and its ranks, which may run other packages, nor between pools, nor from a probe's child."""
+    files = [
+        SOURCE / "sync.py",
+        *(f for name in ("runtime", "interpreters", "probing") for f in (SOURCE / name).rglob("*.py")),
+    ]
+    assert len(files) > 40
+    found: list[str] = []
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            elif isinstance(node, ast.Attribute) and node.attr in PICKLING_CALLS and isinstance(node.value, ast.Name):
+                names = ["pickle"] if node.value.id in ("torch", "dist") else []
+            found += [f"{file.name}:{node.lineno}" for name in names if name.partition(".")[0] in PICKLES]
+    assert found == []

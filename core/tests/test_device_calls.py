@@ -86,3 +86,8 @@ def test_cpu_calls_do_nothing_and_memory_is_measured():
 
 def test_the_name_of_a_device_that_is_not_there_is_no_failure() -> None:
     assert device.device_name("nosuch") == "nosuch, which does not answer"
+
+
+def test_the_library_of_collectives_is_named_with_its_version() -> None:
+    public = str(torch.__version__).partition("+")[0]
+    assert device.collective_library("cpu") == f"torch {public}"

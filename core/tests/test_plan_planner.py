@@ -23,7 +23,7 @@ from rlctl.plan import layout, planner
 from rlctl.plan.backends import Choice, Needs, rank_backends
 from rlctl.plan.planner import Plan, make_plan, model_size, training_rows
 from rlctl.plan.report import plan_to_json
-from rlctl.plan.request import Request, find_spec, pool_of, ranks_of, read_request, with_world_size
+from rlctl.plan.request import Request, find_spec, ranks_of, read_request, with_world_size
 from rlctl.plan.shapes import FAMILIES
 from rlctl.plan.source import find_model
 from rlctl.plugins import PluginEntry, PluginSet, Stage
@@ -309,7 +309,7 @@ def test_ranks_and_pools_of_roles() -> None:
         rollout={"pool": "gen"},
         ref={"pool": "look"},
     ).config
-    assert {role: (pool_of(run, role), ranks_of(run, role)) for role in ("actor", "ref", "critic", "rollout")} == {
+    assert {role: (run.pool_of(role), ranks_of(run, role)) for role in ("actor", "ref", "critic", "rollout")} == {
         "actor": ("main", 4), "ref": ("look", 1), "critic": ("main", 4), "rollout": ("gen", 2),
     }  # fmt: skip
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from rlctl.errors import RlctlError
 from rlctl.runtime.channel import SHARED_FROM, Frame, FrameReader, FrameWriter, pack
 from rlctl.runtime.phases import Status, beat, current, install_sink, phase
 from rlctl.runtime.status_board import StatusBoard, new_board
@@ -275,3 +276,11 @@ def test_other_threads_count_as_progress_and_change_nothing_that_is_shown(heard:
 )
 def test_words_of_a_status(detail: dict[str, int], words: str) -> None:
     assert Status("x", detail).words() == words
+
+
+def test_a_dtype_that_only_the_other_side_knows_is_said_in_words() -> None:
+    frame = Frame(bytearray(b'[["float3_new",[2]]]' + b"{}" + bytes(64)), 20, 2)
+    with pytest.raises(RlctlError) as caught:
+        frame.open()
+    assert "float3_new" in str(caught.value.found)
+    assert "both environments" in str(caught.value.wanted)

@@ -277,6 +277,14 @@ def test_a_message_makes_nothing_run_that_is_no_record(body: Any, words: str) ->
         decode(header_of(body), [])
 
 
+@pytest.mark.parametrize("given", [{"rank": 0, "no_such_field": 1}, {}])
+def test_a_record_with_other_fields_is_of_another_version(given: dict[str, Any]) -> None:
+    with pytest.raises(WireError) as caught:
+        decode(header_of({"c": ["rlctl.runtime.records:Death", given]}), [])
+    assert "rlctl.runtime.records:Death: " in str(caught.value.found)
+    assert "same versions" in str(caught.value.wanted)
+
+
 def test_reading_and_writing_leave_no_cycle_behind() -> None:
     """Else every batch would stay until the collector happens to run."""
     gc.collect()

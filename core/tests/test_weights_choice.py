@@ -62,6 +62,20 @@ def test_a_wish_that_cannot_be_met_says_why(sender: Whereabouts, receiver: Where
     assert "runtime.weight_transport=auto" in str(caught.value)
 
 
+def test_cores_own_links_join_one_version_of_torch() -> None:
+    old, new = (replace(CPU, library=f"torch {version}") for version in ("2.12.0", "2.13.0"))
+    assert name(old, old) == "gloo"
+    assert name(old, new) == "controller"
+    with pytest.raises(CapabilityError) as caught:
+        choose("collective", old, [new, new])
+    assert "core's own do not join torch 2.12.0 and torch 2.13.0" in str(caught.value.found)
+    assert "one version of torch" in str(caught.value.wanted)
+    shared = WeightTransportSpec("file", "x:Y", "host", ("cpu",))
+    assert name(replace(old, offers=(*OWN, shared)), replace(new, offers=(*OWN, shared))) == "file", (
+        "a plugin's own matter"
+    )
+
+
 def test_plugins_add_links_and_take_none_of_cores() -> None:
     class Plugins(PluginSet):
         def records(self, hook):

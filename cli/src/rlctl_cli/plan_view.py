@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
+from rlctl.interpreters.program import short
 from rlctl.plan.layout import RANK_AXES, Groups, RoleLayout, groups, members, places
 from rlctl.plan.memory import GIB, Moment
 
@@ -91,7 +92,7 @@ def _ranks(layouts: Sequence[RoleLayout], out: Console, *, whole: bool) -> None:
     table = _table("role", "backend", "pool", "ranks", "axes", "dp", "groups")
     for layout in layouts:
         if layout.topology is None:
-            row = (layout.role, layout.backend, layout.pool, f"{layout.world_size:,}", "do not fit", "", "")
+            row = (layout.role, layout.backend, _pool(layout), f"{layout.world_size:,}", "do not fit", "", "")
             table.add_row(*map(Text, row))
             continue
         topology = layout.topology
@@ -103,7 +104,7 @@ def _ranks(layouts: Sequence[RoleLayout], out: Console, *, whole: bool) -> None:
         row = (
             layout.role,
             layout.backend,
-            layout.pool,
+            _pool(layout),
             f"{layout.world_size:,}",
             axes or "one rank",
             f"{layout.dp_size:,}",
@@ -118,6 +119,11 @@ def _ranks(layouts: Sequence[RoleLayout], out: Console, *, whole: bool) -> None:
                 _every_rank(layout, out)
     elif any(layout.world_size > 1 for layout in layouts):
         out.print(Text("every rank and group: --ranks, or --json", style="dim"))
+
+
+def _pool(layout: RoleLayout) -> str:
+    """``main``, or ``rollout (.venvs/vllm)``."""
+    return layout.pool + (f" ({short(layout.python)})" if layout.python else "")
 
 
 def _twin(layout: RoleLayout, layouts: Sequence[RoleLayout]) -> RoleLayout | None:

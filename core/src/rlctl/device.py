@@ -152,6 +152,18 @@ def collective_backend(device: DeviceLike) -> str:
     return _COLLECTIVES[kind]
 
 
+def collective_library(device: DeviceLike) -> str:
+    """What collectives on this device are made of here, with its versions; ranks with another one cannot be joined."""
+    import torch
+
+    words = f"torch {str(torch.__version__).partition('+')[0]}"
+    if _type_of(device) != "cuda":
+        return words
+    from torch.cuda import nccl
+
+    return f"{words} with NCCL {'.'.join(map(str, nccl.version()))}"
+
+
 def set_device(device: DeviceLike, local_rank: int) -> None:
     """Make the ``local_rank``-th device of its type the current one. Nothing to do on a CPU.
 

@@ -102,19 +102,25 @@ class BackendRecord:
 
 
 class PluginSet:
-    """The plugins of this environment after stage 3. Hooks are called one plugin at a time, so none loses another's."""
+    """The plugins of this environment after stage 3. Hooks are called one plugin at a time, so none loses another's.
+
+    Args:
+        records: the backends, where another interpreter has found them (:mod:`rlctl.interpreters`); there, what is installed
+            here has no say.
+    """
 
     def __init__(
         self,
         entries: Iterable[PluginEntry] = (),
         manager: pluggy.PluginManager | None = None,
         loaded: Sequence[tuple[str, object]] = (),
+        records: Sequence[BackendRecord] | None = None,
     ) -> None:
         self.entries = tuple(entries)
         self._manager = manager or new_manager()
         self._loaded = tuple(loaded)
         self._reported: set[tuple[str, str]] = set()
-        self._backends = backend_records(self.entries)
+        self._backends = backend_records(self.entries) if records is None else list(records)
 
     def backends(self) -> list[BackendRecord]:
         """Every declared backend, the unusable ones with their problems."""

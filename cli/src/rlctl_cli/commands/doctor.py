@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -23,7 +25,15 @@ _STYLE = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
 @click.option(
     "--timeout", "timeout_s", type=click.FloatRange(min=0.1), default=None, help="Seconds for each probe (default 45)."
 )
-def doctor(names: tuple[str, ...], quick: bool, as_json: bool, strict: bool, timeout_s: float | None) -> int:
+@click.option(
+    "--python",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="Check another environment: the directory of a virtual environment, or an interpreter.",
+)
+def doctor(
+    names: tuple[str, ...], quick: bool, as_json: bool, strict: bool, timeout_s: float | None, python: Path | None
+) -> int:
     """Check what is installed, what loads, and why something does not.
 
     NAME: backends, plugins, dists or checks to look at; everything without one. Each backend is imported in a process
@@ -32,7 +42,13 @@ def doctor(names: tuple[str, ...], quick: bool, as_json: bool, strict: bool, tim
     from rlctl.doctor import run_doctor
     from rlctl.doctor.run import default_timeout
 
-    report = run_doctor(names, quick=quick, timeout_s=timeout_s or default_timeout())
+    limit_s = timeout_s or default_timeout()
+    if python is None:
+        report = run_doctor(names, quick=quick, timeout_s=limit_s)
+    else:
+        from rlctl.doctor.elsewhere import run_doctor_there
+
+        report = run_doctor_there(python, names, quick, limit_s)
     if as_json:
         from rlctl_cli.output import emit_json
 
@@ -104,4 +120,5 @@ def _print_summary(report: DoctorReport, out: Console) -> None:
 
     counts = ", ".join(f"{report.count(s)} {s}" for s in CheckStatus if report.count(s))
     quick = " Backends were not imported: rlctl doctor without --quick does." if report.quick else ""
-    out.print(Text(f"{counts} in {report.seconds:.1f} s.{quick}"))
+    where = f", in {report.python}" if report.python != sys.executable else ""
+    out.print(Text(f"{counts} in {report.seconds:.1f} s{where}.{quick}"))

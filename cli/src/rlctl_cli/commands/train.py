@@ -50,7 +50,7 @@ def train(
     rlctl train my.yaml actor.optim.lr=1e-5 --model ./my-model
     rlctl train --resume last
     """
-    from rlctl.errors import UsageError
+    from rlctl.errors import ConfigError, UsageError
     from rlctl.plugins import load_plugins
     from rlctl.records import BackendKind
 
@@ -72,23 +72,28 @@ def train(
     plugins = load_plugins()
     for warning in plugins.warnings():
         notice(warning)
-    if flags.get("backend"):
-        # Before anything else, and before a missing recipe: a backend that cannot answer is the first thing to say.
-        require_backend(flags["backend"], BackendKind.TRAIN, plugins)
     if source is None:
+        if flags.get("backend"):
+            # A backend that cannot answer is the first thing to say.
+            require_backend(flags["backend"], BackendKind.TRAIN, plugins)
         raise UsageError(
             "rlctl train needs a recipe or a YAML file",
             wanted="for example: rlctl train quickstart",
             next="rlctl recipes",
         )
     given = {name: value for name, value in flags.items() if value is not None}
+    from rlctl.config.homes import require_backends, require_imports
     from rlctl.config.load import load_config
+    from rlctl.config.problems import InvalidConfigError
 
-    resolved = load_config(source, overrides, given, plugins, notice)
+    try:
+        resolved = load_config(source, overrides, given, plugins, notice)
+    except ConfigError as error:
+        if flags.get("backend") and not isinstance(error, InvalidConfigError):
+            require_backend(flags["backend"], BackendKind.TRAIN, plugins)  # before a missing recipe
+        raise
     # From metadata alone: what is not installed is said here, before a trainer imports it.
-    require_backend(resolved.config.actor.backend, BackendKind.TRAIN, plugins)
-    if resolved.config.trainer.type == "rl":
-        require_backend(resolved.config.rollout.backend, BackendKind.ROLLOUT, plugins)
+    require_backends(resolved.config, plugins)
     if resume_path is not None:
         from rlctl.rundir import RunDirectory
 
@@ -109,6 +114,7 @@ def train(
             )
         resume_path = run_dir if (run_dir / "manifest.json").is_file() else None
     if dry_run:
+        require_imports(resolved.config, plugins, None, notice)
         click.echo(f"configuration of {resolved.source} is complete: nothing was started", err=True)
         return
     from rlctl_cli.live import make_reporter

@@ -19,6 +19,7 @@ from rlctl.causes import cause_chain
 from rlctl.config.axes import axis_problems, head_of, layout_problem
 from rlctl.config.check import UnknownKey, check
 from rlctl.config.document import Document, Loc, Origin, dotted
+from rlctl.config.homes import Home, Homes
 from rlctl.config.problems import Problem, from_error
 from rlctl.config.schema import ActorConfig, CriticConfig, RefConfig, RolloutConfig, TeacherConfig
 from rlctl.config.schema_critic import needs_critic
@@ -58,11 +59,13 @@ class Engines:
     """What the backends had to say.
 
     Args:
-        models: config model of each role's ``engine`` section.
+        models: config model of each role's ``engine`` section; of roles that live in this interpreter.
+        specs: record of each role's backend.
         problems: what is wrong.
     """
 
     models: dict[str, type[BaseModel]] = field(default_factory=dict)
+    specs: dict[str, BackendSpec] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -107,6 +110,7 @@ def resolve_engines(document: Document, plugins: PluginSet, notice: Callable[[st
     A role that takes no part in the run, and whose backend nobody wrote down, may lack its backend.
     """
     out = Engines()
+    homes = Homes(document, plugins)
     actor = document.get(("actor", "backend"), _DEFAULT_BACKENDS["actor"])
     _add_critic(document)
     absent = {role for role in OPTIONAL if not isinstance(document.get((role,)), dict)}
@@ -119,10 +123,11 @@ def resolve_engines(document: Document, plugins: PluginSet, notice: Callable[[st
             continue
         name = document.get((role, "backend"), default)
         if isinstance(name, str) and isinstance(document.get((role,), {}), dict):
-            _one_role(document, role, name, plugins, notice, out)
+            _one_role(document, role, name, homes, notice, out)
     for role in FOLLOWERS:
-        if {role, "actor"} <= out.models.keys() and _needed(document, role) and not _own_pool(document, role):
-            out.problems += _same_layout(document, role, plugins)
+        if {role, "actor"} <= out.specs.keys() and _needed(document, role) and not _own_pool(document, role):
+            out.problems += _same_layout(document, role, out.specs[role])
+    out.problems += homes.problems
     return out
 
 
@@ -133,22 +138,23 @@ def _add_critic(document: Document) -> None:
         document.set(("critic",), {}, Origin("derived", f"as algorithm.adv_estimator is {estimator}"))
 
 
-def _same_layout(document: Document, role: str, plugins: PluginSet) -> list[Problem]:
+def _same_layout(document: Document, role: str, spec: BackendSpec) -> list[Problem]:
     """Sizes other than the actor's in its processes, where the backend cannot have both."""
-    name = str(document.get((role, "backend")))
-    record = find_backend(plugins, name, BackendKind.TRAIN, _device(document))
-    if record is None or not record.spec.one_layout or document.get(("actor", "backend")) != name:
+    if not spec.one_layout or document.get(("actor", "backend")) != spec.name:
         return []
-    problem = layout_problem(document, role, record.spec)
+    problem = layout_problem(document, role, spec)
     return [] if problem is None else [problem]
 
 
 def _needed(document: Document, role: str) -> bool:
     """True for a role that takes part, or whose backend was written down although it does not."""
+    return _takes_part(document, role) or (document.has((role, "backend")) and not _derived(document, role))
+
+
+def _takes_part(document: Document, role: str) -> bool:
     sft = document.get(("trainer", "type")) == "sft"
     kl = True in (document.get(("actor", "use_kl_loss")), document.get(("algorithm", "use_kl_in_reward")))
-    given = document.has((role, "backend")) and not _derived(document, role)
-    return given or {"ref": kl and not sft, "rollout": not sft}.get(role, True)
+    return {"ref": kl and not sft, "rollout": not sft}.get(role, True)
 
 
 def _derived(document: Document, role: str) -> bool:
@@ -195,33 +201,39 @@ def _own_sizes(document: Document, role: str) -> bool:
 
 
 def _one_role(
-    document: Document, role: str, name: str, plugins: PluginSet, notice: Callable[[str], None], out: Engines
+    document: Document, role: str, name: str, homes: Homes, notice: Callable[[str], None], out: Engines
 ) -> None:
     loc: Loc = (role, "backend")
     device = _device(document)
-    record = find_backend(plugins, name, ROLE_KINDS[role], device)
+    if homes.python_of(role) is not None and not _takes_part(document, role):
+        return  # nobody is asked for a role that takes no part
+    home = homes.of(role, (name, ROLE_KINDS[role]))
+    if home is None:
+        return  # its interpreter does not answer, which is said
+    record = find_backend(home.plugins, name, ROLE_KINDS[role], device)
     derived = _derived(document, role)
     if record is None:
-        # Where the reference follows the actor, the actor's own complaint is enough.
-        if _needed(document, role) and not derived:
-            out.problems.append(_unavailable(document, loc, name, plugins))
+        # Where the reference follows the actor, also in its environment, the actor's own complaint is enough.
+        if _needed(document, role) and not (derived and home.python == homes.python_of("actor")):
+            out.problems.append(_unavailable(document, loc, name, home))
         return
     spec = record.spec
     if name != spec.name:
         if not derived:
             notice(f"{dotted(loc)}: {name} is another name of {spec.name}, which is used")
         document.set(loc, spec.name, document.origin(loc))
-    try:
-        model = config_model(spec)
-    except RlctlError as error:
-        if not derived:
-            out.problems.append(from_error(loc, document, error))
-        return
-    out.models[role] = model
+    if home.python is None:
+        try:
+            out.models[role] = config_model(spec)
+        except RlctlError as error:
+            if not derived:
+                out.problems.append(from_error(loc, document, error))
+            return
+    out.specs[role] = spec
     if head_of(role) not in spec.model_types:
-        out.problems.append(_without_head(document, role, spec, plugins, derived))
+        out.problems.append(_without_head(document, role, spec, home.plugins, derived))
         return
-    _engine_section(document, role, spec, model, plugins, out)
+    _engine_section(document, role, spec, home, out)
     if not derived or (role in FOLLOWERS and (_own_pool(document, role) or _own_sizes(document, role))):
         out.problems += axis_problems(document, role, spec, device, notice)
 
@@ -241,15 +253,15 @@ def _without_head(document: Document, role: str, spec: BackendSpec, plugins: Plu
     )
 
 
-def _unavailable(document: Document, loc: Loc, name: str, plugins: PluginSet) -> Problem:
-    from rlctl.registry import require_backend, short_name
+def _unavailable(document: Document, loc: Loc, name: str, home: Home) -> Problem:
+    from rlctl.registry import short_name
 
     kind = ROLE_KINDS[str(loc[0])]
     try:
-        require_backend(name, kind, plugins)
+        home.require_backend(name, kind)
     except RlctlError as error:
         return from_error(loc, document, error)
-    names = sorted({r.spec.name for r in plugins.backends() if r.spec.kind is kind})
+    names = sorted({r.spec.name for r in home.plugins.backends() if r.spec.kind is kind})
     return Problem(
         dotted(loc),
         str(document.origin(loc)),
@@ -259,29 +271,45 @@ def _unavailable(document: Document, loc: Loc, name: str, plugins: PluginSet) ->
     )
 
 
-def _engine_section(
-    document: Document, role: str, spec: BackendSpec, model: type[BaseModel], plugins: PluginSet, out: Engines
-) -> None:
+def checked_section(
+    document: Document, role: str, spec: BackendSpec, plugins: PluginSet
+) -> tuple[dict[str, Any] | None, list[Problem]]:
+    """A role's ``engine`` section against the config model of its backend, which is one of ``plugins``.
+
+    Returns:
+        The complete section (None when there is any problem), and the problems.
+
+    Raises:
+        RlctlError: the model cannot be imported, or fails in a way that says nothing about the section.
+    """
     loc: Loc = (role, "engine")
-    if not isinstance(document.get(loc, {}), dict):
-        return  # the schema says what it wants there
+    model = config_model(spec)
 
     def hint(place: Loc, key: str) -> tuple[str, list[str]]:
         return _leftover(place, key, role, spec, plugins, {role: model})
 
     checked = guarded(lambda: _checked(model, document, loc, hint))
     if isinstance(checked, BaseException):
-        # A validator of the plugin's own has failed in a way that says nothing about the value.
-        error = RlctlError(
+        # A validator of the plugin's own has failed.
+        raise RlctlError(
             f"the config model of backend {spec.name!r} failed",
             found=cause_chain(checked)[-1].line,
             wanted="a model that takes or refuses the section",
             next=f"rlctl doctor {spec.name}",
-        )
+        ) from checked
+    return checked
+
+
+def _engine_section(document: Document, role: str, spec: BackendSpec, home: Home, out: Engines) -> None:
+    loc: Loc = (role, "engine")
+    if not isinstance(document.get(loc, {}), dict):
+        return  # the schema says what it wants there
+    try:
+        values, problems = home.checked_section(document, role, spec)
+    except RlctlError as error:
         if not _derived(document, role):
             out.problems.append(from_error(loc, document, error))
         return
-    values, problems = checked
     out.problems += [p for p in problems if not p.origin.startswith("as actor.")]
     if values is not None:
         _fill(document, loc, values, dict(document.origins))

@@ -16,6 +16,7 @@ from rlctl.config.engines import FOLLOWED, FOLLOWERS, resolve_engines
 from rlctl.config.names import name_problems
 from rlctl.config.overrides import apply_flags, apply_overrides
 from rlctl.config.paths import resolve_paths
+from rlctl.config.placement import is_derived, place_roles
 from rlctl.config.problems import InvalidConfigError, Problem
 from rlctl.config.recipes import find_source
 from rlctl.config.schema import RunConfig
@@ -48,15 +49,27 @@ class ResolvedConfig:
         """The configuration as YAML that loads back to an equal one.
 
         What a role takes from the actor without having said so is left out: it goes on to follow the actor, also where the
-        actor's sizes are others when the run is resumed.
+        actor's sizes are others when the run is resumed. So is the pool that a role has for its interpreter alone.
         """
         values = self.config.model_dump(mode="json")
+        self._leave_out_pools(values)
         for role in FOLLOWERS:
             section = values.get(role)
             if isinstance(section, dict) and self._follows(f"{role}.backend"):
                 for key in ("backend", *FOLLOWED):
                     _leave_out(section, key, lambda path, role=role: self._unsaid(f"{role}.{path}"))
         return dump(values)
+
+    def _leave_out_pools(self, values: dict[str, Any]) -> None:
+        for path in [path for path, origin in self.origins.items() if is_derived(origin)]:
+            *way, key = path.split(".")
+            section = values
+            for part in way:
+                section = section[part]
+            section.pop(key)
+        pools = values["runtime"]["pools"]
+        for name in [name for name, pool in pools.items() if not pool]:
+            pools.pop(name)
 
     def _follows(self, path: str) -> bool:
         return self.origins.get(path, "").startswith("as actor.")
@@ -157,6 +170,7 @@ def examine(
     apply_overrides(document, overrides, problems)
     problems += resolve_paths(document, base_dir, tell)
     problems += name_problems(document, plugins)
+    place_roles(document)
     engines = resolve_engines(document, plugins, tell)
     config, faults = check(RunConfig, document, engines=engines.models)
     # What the reference takes from the actor is at fault there, and was reported there.

@@ -5,12 +5,15 @@ from __future__ import annotations
 import glob
 import os.path
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 from rlctl.config.document import Document, Loc, dotted
+from rlctl.config.placement import ROLES
 from rlctl.config.problems import Problem
 from rlctl.config.suggest import nearest
+from rlctl.interpreters.program import locate
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.\-]*(?:/[A-Za-z0-9][\w.\-]*)?$")
 _SCHEME = re.compile(r"^(?:package|gguf):")
@@ -29,6 +32,11 @@ def resolve_paths(document: Document, base_dir: Path, notice: Callable[[str], No
     for section in sections:
         for key in ("path", "tokenizer"):
             _model(document, (*section, key), base_dir, problems, notice)
+    pools = document.get(("runtime", "pools"))
+    places: list[Loc] = [(role, "python") for role in (*ROLES, "runtime")]
+    places += [("runtime", "pools", str(name), "python") for name in (pools if isinstance(pools, dict) else {})]
+    for place in places:
+        _interpreter(document, place, base_dir, problems)
     for key in ("train_files", "val_files"):
         _files(document, ("data", key), base_dir, problems)
     components = document.get(("reward", "components"))
@@ -118,6 +126,31 @@ def _files(document: Document, loc: Loc, base_dir: Path, problems: list[Problem]
             out.append(name)
     if out != names:
         document.set(loc, out, document.origin(loc))
+
+
+def _interpreter(document: Document, loc: Loc, base_dir: Path, problems: list[Problem]) -> None:
+    text = document.get(loc)
+    if not isinstance(text, str):
+        return
+    base = _base(document, loc, base_dir)
+    path = _absolute(base, text)
+    found = locate(path) if text else None
+    # Absolute also where it is none: the message below is the one to read.
+    document.set(loc, str(found or path), document.origin(loc))
+    if found is None:
+        what = "there is no Python interpreter" if _exists(path) else "there is no such environment"
+        typed = shlex.quote(str(path))
+        problems.append(
+            Problem(
+                dotted(loc),
+                str(document.origin(loc)),
+                what if text else "the interpreter's name is empty",
+                found=str(path) if text else "",
+                wanted="the directory of a virtual environment, or an interpreter",
+                hint=_near(path)
+                or f"python3 -m venv {typed} makes one; {typed}/bin/python -m pip install PLUGIN fills it",
+            )
+        )
 
 
 def _glob(path: Path) -> list[str]:

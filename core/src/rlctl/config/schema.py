@@ -21,14 +21,16 @@ from rlctl.config.schema_distillation import DistillationConfig, distillation_fa
 from rlctl.config.schema_model import ModelConfig
 from rlctl.config.schema_model import OptimConfig as OptimConfig
 from rlctl.config.schema_model import ParallelConfig as ParallelConfig
+from rlctl.config.schema_pools import pool_faults
 from rlctl.config.schema_reward import RewardComponent as RewardComponent
 from rlctl.config.schema_reward import RewardConfig
 from rlctl.config.schema_roles import ActorConfig, RefConfig, TeacherConfig, WarmStartConfig
 from rlctl.config.schema_roles import TrainRole as TrainRole
 from rlctl.config.schema_rollout import RolloutConfig
 from rlctl.config.schema_rollout import ValSampling as ValSampling
-from rlctl.config.schema_runtime import MAIN_POOL, RuntimeConfig
+from rlctl.config.schema_runtime import RuntimeConfig
 from rlctl.config.schema_trainer import GuardsConfig, TrainerConfig
+from rlctl.records import BackendKind
 
 
 class RunConfig(Strict):
@@ -64,29 +66,7 @@ class RunConfig(Strict):
                 f"data.train_batch_size {self.data.train_batch_size} is not a multiple of "
                 f"actor.ppo_mini_batch_size {mini}"
             )
-        for path, pool in (
-            ("actor.pool", self.actor.pool),
-            ("ref.pool", self.ref.pool),
-            ("rollout.pool", self.rollout.pool),
-            ("teacher.pool", self.teacher.pool if self.teacher else ""),
-            ("critic.pool", self.critic.pool if self.critic else ""),
-        ):
-            if pool and pool not in self.runtime.sizes():
-                faults.append(
-                    f"{path} is {pool!r}, and the pools are {', '.join(self.runtime.sizes())}; "
-                    f"runtime.pools={{{pool}: {{nproc: 1}}}} makes it"
-                )
-        named = {self.actor.pool, self.ref.pool or self.actor.pool, self.rollout.pool}
-        named |= {section.pool or self.actor.pool for section in (self.teacher, self.critic) if section}
-        if idle := ", ".join(name for name in self.runtime.pools if name not in named):
-            faults.append(
-                f"runtime.pools has {idle}, where no role lives: set actor.pool, rollout.pool, ref.pool, "
-                "critic.pool or teacher.pool to it"
-            )
-        if self.runtime.nproc > 1 and MAIN_POOL not in named:
-            faults.append(
-                f"runtime.nproc is {self.runtime.nproc}, and no role lives in that pool, {MAIN_POOL}: take it out"
-            )
+        faults += pool_faults(self, ("actor", "ref", "rollout", "critic", "teacher"))
         longest = self.data.max_prompt_length + self.data.max_response_length
         for role in ("actor", "ref", "critic", "teacher"):
             section = getattr(self, role)
@@ -105,12 +85,24 @@ class RunConfig(Strict):
         """True where a reference takes part: for a KL in the loss or in the reward."""
         return self.trainer.type == "rl" and (self.actor.use_kl_loss or self.algorithm.use_kl_in_reward)
 
+    def pool_of(self, role: str) -> str:
+        """The pool of processes where a role lives: its own, else the actor's."""
+        return getattr(getattr(self, role, None), "pool", "") or self.actor.pool
+
+    def backend_of(self, role: str) -> tuple[str, BackendKind]:
+        """The backend of a role: its own, else the actor's."""
+        kind = BackendKind.ROLLOUT if role == "rollout" else BackendKind.TRAIN
+        return getattr(getattr(self, role, None), "backend", "") or self.actor.backend, kind
+
+    def roles_used(self) -> dict[str, str]:
+        """Role -> pool, of the roles that take part in this run."""
+        roles = ["actor"]
+        if self.trainer.type == "rl":
+            roles += ["rollout", *(["ref"] if self.needs_reference else [])]
+            roles += [role for role in ("critic", "teacher") if getattr(self, role) is not None]
+        return {role: self.pool_of(role) for role in roles}
+
     def pools_used(self) -> dict[str, int]:
         """Pool name -> number of ranks of the pools where a role of this run lives; no other is started."""
-        used = {self.actor.pool}
-        if self.trainer.type == "rl":
-            used.add(self.rollout.pool)
-            if self.needs_reference:
-                used.add(self.ref.pool or self.actor.pool)
-            used |= {section.pool or self.actor.pool for section in (self.teacher, self.critic) if section}
+        used = set(self.roles_used().values())
         return {name: size for name, size in self.runtime.sizes().items() if name in used}

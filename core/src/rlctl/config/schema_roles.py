@@ -26,6 +26,11 @@ class TrainRole(Strict):
     engine: dict[str, Any] = Field(default_factory=dict, description="The backend's own section.")
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Sizes of the parallel axes.")
     pool: str = Field(default=MAIN_POOL, description="Pool of processes where it lives (runtime.pools).")
+    python: str | None = Field(
+        default=None,
+        description="Directory of the virtual environment, or interpreter, in which its processes run. Without a pool it gets one "
+        "of its own, named after it.",
+    )
     micro_batch_size_per_device: Count | None = Field(default=None, description="Rows of a micro-batch.")
     max_tokens_per_device: Count | None = Field(
         default=None,

@@ -29,6 +29,11 @@ class RolloutConfig(Strict):
         default_factory=ParallelConfig, description="Sizes of the parallel axes; ranks that they leave are replicas."
     )
     pool: str = Field(default=MAIN_POOL, description="Pool of processes where it lives (runtime.pools).")
+    python: str | None = Field(
+        default=None,
+        description="Directory of the virtual environment, or interpreter, in which its processes run. Without a pool it gets one "
+        "of its own, named after it.",
+    )
     n: Count = Field(default=8, description="Samples a prompt.")
     temperature: float = Field(default=1.0, gt=0, description="Sampling temperature.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Share of the probability that is kept; 1: all.")

@@ -19,6 +19,10 @@ class PoolConfig(Strict):
     """A further pool of processes, for roles that name it."""
 
     nproc: Count = Field(default=1, description="Processes (ranks) of the pool.")
+    python: str | None = Field(
+        default=None,
+        description="Directory of the virtual environment, or interpreter, in which the pool's processes run; default: this one.",
+    )
 
 
 class RayConfig(Strict):
@@ -45,6 +49,9 @@ class RuntimeConfig(Strict):
         "one node or many. auto: ray where ray.address is set, else inline for one rank and process for more.",
     )
     nproc: Count = Field(default=1, description="Processes (ranks) of the main pool.")
+    python: str | None = Field(
+        default=None, description="Environment or interpreter of the main pool's processes; default: this one."
+    )
     pools: dict[str, PoolConfig] = Field(
         default_factory=dict,
         description="Further pools by name, for roles that shall not share the main pool's processes.",
@@ -80,6 +87,11 @@ class RuntimeConfig(Strict):
             raise ValueError(
                 f"pools has {bad!r}: a name of letters, digits, _, - and . is wanted, it names a directory of logs"
             )
+        if self.launcher == "inline" and (apart := [name for name in self.sizes() if self.python_of(name)]):
+            raise ValueError(
+                f"launcher inline runs its one rank in this very process, which has one interpreter, and pool {apart[0]} has "
+                "another: take python out, or set launcher to process or ray"
+            )
         if self.launcher == "inline" and (self.nproc > 1 or self.pools):
             raise ValueError(
                 "launcher inline has one rank: set nproc to 1 without pools, or launcher to process or ray"
@@ -92,10 +104,14 @@ class RuntimeConfig(Strict):
         """Pool name -> number of ranks, the main pool first."""
         return {MAIN_POOL: self.nproc, **{name: pool.nproc for name, pool in self.pools.items()}}
 
+    def python_of(self, pool: str) -> str | None:
+        """The interpreter of a pool; None for this one."""
+        return self.python if pool == MAIN_POOL else self.pools[pool].python
+
     def chosen_launcher(self) -> str:
         """``inline``, ``process`` or ``ray``."""
         if self.launcher != "auto":
             return self.launcher
         if self.ray.address is not None:
             return "ray"
-        return "inline" if self.nproc == 1 and not self.pools else "process"
+        return "inline" if self.nproc == 1 and not self.pools and self.python is None else "process"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,7 +62,7 @@ class BackendReport:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """Everything that was found. ``quick``: stage 4 and torch itself were not tried."""
+    """Everything that was found. ``quick``: stage 4 and torch itself were not tried. ``python``: the interpreter."""
 
     backends: tuple[BackendReport, ...]
     checks: tuple[CheckResult, ...]
@@ -70,6 +71,7 @@ class DoctorReport:
     quick: bool = False
     seconds: float = 0.0
     notes: tuple[str, ...] = field(default=())
+    python: str = sys.executable
 
     def count(self, status: CheckStatus) -> int:
         return sum(row.status is status for row in (*self.backends, *self.checks))
@@ -80,6 +82,7 @@ class DoctorReport:
 
     def to_json(self) -> dict[str, Any]:
         return {
+            "python": self.python,
             "quick": self.quick,
             "backends": [b.to_json() for b in self.backends],
             "checks": [

@@ -64,6 +64,7 @@ class RoleLayout:
         pool: the pool of processes where it lives.
         topology: None where the axes do not fit the ranks; ``problem`` then says why.
         nearest: topologies that would fit, nearest first, as ``tp=2, usp=4``.
+        python: the interpreter of its pool; None for this one.
     """
 
     role: str
@@ -75,6 +76,7 @@ class RoleLayout:
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     nearest: tuple[str, ...] = ()
+    python: str | None = None
 
     @property
     def dp_size(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlctl.config.problems import Problem
 from rlctl.config.schema import ParallelConfig, RunConfig
@@ -15,11 +15,11 @@ from rlctl.plan.backends import Choice, Needs, rank_backends
 from rlctl.plan.budget import MemoryPlan, ModelSize, plan_memory
 from rlctl.plan.layout import RoleLayout, lay_out
 from rlctl.plan.parameters import count_in_files, count_parameters
-from rlctl.plan.request import Request, find_spec, pool_of, ranks_of
+from rlctl.plan.request import Request, find_spec, plugins_of, python_of, ranks_of
 from rlctl.plan.shapes import FAMILIES, model_shape
 from rlctl.plan.source import ModelSource, find_model
 from rlctl.plugins import PluginSet
-from rlctl.records import BackendKind, ModelType
+from rlctl.records import ModelType
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,21 @@ def make_plan(request: Request, plugins: PluginSet, book: EvidenceBook) -> Plan:
         refusals=tuple(refusals),
         notes=tuple(dict.fromkeys(notes)),
         memory=plan_memory(request, layouts, size, why),
-        train_backends=tuple(rank_backends(_needs(request, "actor", facts, family), plugins, book)),
-        rollout_backends=tuple(rank_backends(_needs(request, "rollout", facts, family), plugins, book))
+        train_backends=_ranked(request, "actor", plugins, book, facts, family),
+        rollout_backends=_ranked(request, "rollout", plugins, book, facts, family)
         if config.trainer.type == "rl"
         else (),
+    )
+
+
+def _ranked(
+    request: Request, role: str, plugins: PluginSet, book: EvidenceBook, facts: ModelFacts, family: str | None
+) -> tuple[Choice, ...]:
+    """The backends that could do what a role does, of the environment where it lives."""
+    there = plugins_of(request.config, role, plugins)
+    # What was proved here was proved with the versions of this environment.
+    return tuple(
+        rank_backends(_needs(request, role, facts, family), there, book if there is plugins else EvidenceBook())
     )
 
 
@@ -97,13 +108,6 @@ def roles(request: Request) -> list[str]:
         return ["actor"]
     critic = ["critic"] if request.critic or config.critic is not None else []
     return ["actor", *(["ref"] if config.needs_reference else []), *critic, "rollout"]
-
-
-def role_backend(config: RunConfig, role: str) -> tuple[str, BackendKind]:
-    """The backend of a role: its own, else the actor's."""
-    if role == "rollout":
-        return config.rollout.backend, BackendKind.ROLLOUT
-    return getattr(getattr(config, role, None), "backend", "") or config.actor.backend, BackendKind.TRAIN
 
 
 def role_axes(config: RunConfig, role: str) -> dict[str, int]:
@@ -119,8 +123,8 @@ def _layouts(request: Request, plugins: PluginSet, facts: ModelFacts) -> tuple[l
     layouts: list[RoleLayout] = []
     refusals = [_refusal(fault) for fault in request.faults if not _about_axes(fault)]
     for role in roles(request):
-        name, kind = role_backend(config, role)
-        spec = find_spec(plugins, name, kind, request.device)
+        name, kind = config.backend_of(role)
+        spec = find_spec(plugins_of(config, role, plugins), name, kind, request.device)
         if spec is None:
             continue  # the configuration has said so
         if request.device not in {device for device, _ in spec.devices}:
@@ -132,9 +136,10 @@ def _layouts(request: Request, plugins: PluginSet, facts: ModelFacts) -> tuple[l
             refusals.append(Refusal(role, f"{spec.name} has no {head}: it cannot train a {role}"))
             head = spec.model_types[0]
         layout = lay_out(
-            role, spec, pool_of(config, role), ranks_of(config, role), role_axes(config, role),
+            role, spec, config.pool_of(role), ranks_of(config, role), role_axes(config, role),
             request.device, request.vendor, facts, head,
         )  # fmt: skip
+        layout = replace(layout, python=python_of(config, role))
         layouts.append(layout)
         # The reference and a critic follow the actor: one complaint is enough.
         said = {refusal.what.removeprefix(f"{refusal.where}.") for refusal in refusals}
@@ -157,13 +162,9 @@ def _refusal(fault: Problem) -> Refusal:
 def _needs(request: Request, role: str, facts: ModelFacts, family: str | None) -> Needs:
     config = request.config
     heads = (ModelType.LANGUAGE_MODEL,)
-    if (
-        role == "actor"
-        and "critic" in roles(request)
-        and role_backend(config, "critic") == role_backend(config, "actor")
-    ):
+    if role == "actor" and "critic" in roles(request) and config.backend_of("critic") == config.backend_of("actor"):
         heads = (ModelType.LANGUAGE_MODEL, ModelType.VALUE_MODEL)
-    _, kind = role_backend(config, role)
+    _, kind = config.backend_of(role)
     axes, size = role_axes(config, role), ranks_of(config, role)
     return Needs(kind, size, axes, request.device, request.vendor, heads, facts, family)
 

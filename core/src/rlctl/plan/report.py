@@ -63,6 +63,7 @@ def _role(layout: RoleLayout, ranks: bool) -> dict[str, Any]:
         "kind": str(layout.kind),
         "backend": layout.backend,
         "pool": layout.pool,
+        "python": layout.python,
         "world_size": layout.world_size,
         "fits": topology is not None and not layout.problems,
         "axes": None if topology is None else {a.value: int(getattr(topology, a.value)) for a in Axis},

@@ -12,10 +12,12 @@ from pydantic import model_validator
 
 from rlctl import catalogue
 from rlctl.config.check import check
+from rlctl.config.homes import home
 from rlctl.config.load import examine
 from rlctl.config.problems import Problem
 from rlctl.config.schema import RunConfig
 from rlctl.device import DEVICE_VARIABLE, VENDOR_VARIABLE
+from rlctl.interpreters.faults import InterpreterError
 from rlctl.records import BackendKind, BackendSpec
 
 if TYPE_CHECKING:
@@ -92,16 +94,24 @@ def with_world_size(overrides: Sequence[str], world_size: int | None) -> tuple[s
     return (*overrides, *(() if world_size is None else (f"runtime.nproc={world_size}",)))
 
 
-def pool_of(config: RunConfig, role: str) -> str:
-    """The pool of processes where a role lives."""
-    if role == "rollout":
-        return config.rollout.pool
-    return getattr(getattr(config, role, None), "pool", "") or config.actor.pool
-
-
 def ranks_of(config: RunConfig, role: str) -> int:
     """How many ranks a role has: those of its pool. (A pool that is not there is the schema's fault; it counts as one.)"""
-    return config.runtime.sizes().get(pool_of(config, role), 1)
+    return config.runtime.sizes().get(config.pool_of(role), 1)
+
+
+def python_of(config: RunConfig, role: str) -> str | None:
+    """The interpreter of a role's pool; None for this one."""
+    pool = config.pool_of(role)
+    return config.runtime.python_of(pool) if pool in config.runtime.sizes() else None
+
+
+def plugins_of(config: RunConfig, role: str, plugins: PluginSet) -> PluginSet:
+    """The plugins of the environment where a role lives; ``plugins`` where that is this one, or does not answer (which the
+    configuration's faults say)."""
+    try:
+        return home(python_of(config, role), plugins, config.backend_of(role)).plugins
+    except InterpreterError:
+        return plugins
 
 
 def _device(config: RunConfig) -> tuple[str, str]:

@@ -1,7 +1,8 @@
 """The child's side of a probe. Started as a file, so that only the parent's ``sys.path`` decides what is imported.
 
 Argument: a directory with ``task.json``. Writes ``step`` (what it is doing now), ``trace`` (faulthandler's frames) and,
-when it gets that far, ``result.json``. The standard library alone is imported until ``sys.path`` is the parent's.
+when it gets that far, ``result.json``. The standard library alone is imported until ``sys.path`` is the parent's. A child in
+another interpreter comes to :func:`act` by :mod:`rlctl.probing.elsewhere`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,17 @@ from typing import Any
 
 
 def main(directory: Path) -> None:
+    task = json.loads((directory / "task.json").read_text())
+    sys.path[:] = task["sys_path"]
+    result = act(task, str(directory))
+    beside = directory / "result.tmp"
+    beside.write_text(json.dumps(result))
+    beside.replace(directory / "result.json")
+
+
+def act(task: dict[str, Any], place: str) -> dict[str, Any]:
+    """Do a task; what it does is written to files in ``place``."""
+    directory = Path(place)
     trace = (directory / "trace").open("w")  # stays open: faulthandler writes to it from signal handlers
     faulthandler.enable(file=trace, all_threads=False)
     faulthandler.register(signal.SIGUSR1, file=trace, all_threads=False)  # the parent asks where a hang is
@@ -25,14 +37,9 @@ def main(directory: Path) -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a probe that dies leaves no core file behind
-    task = json.loads((directory / "task.json").read_text())
-    sys.path[:] = task["sys_path"]
     step = _Steps(directory / "step")
     step(task["step"])
-    result = ACTIONS[task["action"]](task, step)
-    beside = directory / "result.tmp"
-    beside.write_text(json.dumps(result))
-    beside.replace(directory / "result.json")
+    return ACTIONS[task["action"]](task, step)
 
 
 class _Steps:
@@ -193,7 +200,47 @@ def _backend_extensions() -> list[Any]:
     return list(metadata.entry_points(group="torch.backends"))
 
 
-ACTIONS = {"declare": _declare, "register": _register, "runtime": _runtime}
+def _plugins(task: dict[str, Any], step: _Steps) -> dict[str, Any]:
+    """Stages 1 to 3 of every plugin, for a parent in another interpreter."""
+
+    def action() -> dict[str, Any]:
+        from rlctl.interpreters.answers import describe_plugins
+
+        return describe_plugins()
+
+    return _guarded(action, step)
+
+
+def _section(task: dict[str, Any], step: _Steps) -> dict[str, Any]:
+    """A role's ``engine`` section against its backend's config model."""
+
+    def action() -> dict[str, Any]:
+        from rlctl.interpreters.answers import check_question
+
+        return check_question(task)
+
+    return _guarded(action, step)
+
+
+def _doctor(task: dict[str, Any], step: _Steps) -> dict[str, Any]:
+    """The whole doctor, for a parent in another interpreter."""
+
+    def action() -> dict[str, Any]:
+        from rlctl.doctor.elsewhere import answer
+
+        return answer(task["names"], task["quick"], task["timeout_s"])
+
+    return _guarded(action, step)
+
+
+ACTIONS = {
+    "declare": _declare,
+    "register": _register,
+    "runtime": _runtime,
+    "plugins": _plugins,
+    "section": _section,
+    "doctor": _doctor,
+}
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))

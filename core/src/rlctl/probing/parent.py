@@ -17,9 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from rlctl import __version__
 from rlctl.causes import is_own_frame
+from rlctl.interpreters.program import Program
+from rlctl.records import API_VERSION
 
 _CHILD = Path(__file__).with_name("child.py")
+_ELSEWHERE = Path(__file__).with_name("elsewhere.py")
 _TAIL_BYTES = 32 * 1024
 _TRACE_GRACE_S = 1.0
 
@@ -29,16 +33,19 @@ class Task:
     """Something to try in a child.
 
     Args:
-        action: ``declare``, ``register`` or ``runtime`` (see :mod:`rlctl.probing.child`).
+        action: one of :data:`rlctl.probing.child.ACTIONS`.
         step: what it starts with, in words, for a death before anything else.
         arguments: JSON types, as the action reads them.
         env: extra environment variables.
+        program: another interpreter that the child runs in (see :mod:`rlctl.probing.elsewhere`); None for this one, with
+            this process's ``sys.path``.
     """
 
     action: str
     step: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
+    program: Program | None = None
 
 
 @dataclass(frozen=True)
@@ -91,16 +98,17 @@ def run_probes(tasks: Sequence[Task], timeout_s: float, workers: int | None = No
 def _run(task: Task, timeout_s: float, live: dict[int, subprocess.Popen[bytes]]) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="rlctl-probe-") as name:
         directory = Path(name)
-        payload = {"action": task.action, "step": task.step, "sys_path": [str(p) for p in sys.path], **task.arguments}
+        command, env, own = _start(task)
+        payload = {"action": task.action, "step": task.step, **own, **task.arguments}
         (directory / "task.json").write_text(json.dumps(payload))
         start = time.monotonic()
         process = subprocess.Popen(
-            [sys.executable, "-P", str(_CHILD), name],
+            [*command, name],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            env={**os.environ, **_environment(), **task.env},
+            env={**env, **_environment(), **task.env},
         )
         live[process.pid] = process
         assert process.stdout is not None
@@ -127,6 +135,15 @@ def _run(task: Task, timeout_s: float, live: dict[int, subprocess.Popen[bytes]])
             stderr=tails[1].text,
             seconds=time.monotonic() - start,
         )
+
+
+def _start(task: Task) -> tuple[list[str], Mapping[str, str], dict[str, Any]]:
+    """The child's command line, its environment, and what it is told beside its arguments."""
+    if task.program is None:
+        return [sys.executable, "-P", str(_CHILD)], os.environ, {"sys_path": [str(p) for p in sys.path]}
+    # Without -P, which old interpreters do not know.
+    own = {"version": __version__, "api": list(API_VERSION)}
+    return [task.program.python, str(_ELSEWHERE)], task.program.environment(os.environ), own
 
 
 def _environment() -> dict[str, str]:

@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rlctl.errors import RlctlError
+
 if TYPE_CHECKING:
     import torch
 
@@ -158,7 +160,13 @@ class Frame:
 
         tensors: list[torch.Tensor] = []
         for name, shape in json.loads(self.body[: self.table_size]):
-            dtype = getattr(torch, name)
+            dtype = getattr(torch, name, None)
+            if not isinstance(dtype, torch.dtype):
+                raise RlctlError(
+                    "a tensor arrived whose dtype this torch has not",
+                    found=f"{name}, and torch {torch.__version__}",
+                    wanted="a dtype that the torch of both environments has",
+                )
             size = dtype.itemsize
             for length in shape:
                 size *= length

@@ -4,12 +4,17 @@ hang or an error ends in, and that nothing is left running."""
 from __future__ import annotations
 
 import itertools
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from rlctl import __version__
+from rlctl.errors import RlctlError
+from rlctl.interpreters.faults import other_version
+from rlctl.records import API_VERSION
 from rlctl.runtime import failures
 from rlctl.runtime.dispatch import Dispatch, check_places, collect, dispatch_of, replicate
 from rlctl.runtime.phases import Status
@@ -49,10 +54,18 @@ class WorkerGroup:
     Args:
         name: of the pool, for messages.
         worker: the class whose methods are called; their declared dispatch decides who runs them.
+        python: another interpreter that the ranks run in, for messages.
     """
 
     def __init__(
-        self, name: str, transport: Transport, boots: Sequence[Boot], worker: type, limits: Limits | None = None
+        self,
+        name: str,
+        transport: Transport,
+        boots: Sequence[Boot],
+        worker: type,
+        limits: Limits | None = None,
+        *,
+        python: str | None = None,
     ) -> None:
         assert boots, "a group has at least one rank"
         self.name = name
@@ -62,6 +75,7 @@ class WorkerGroup:
         self._transport = transport
         self._boots = boots
         self._worker = worker
+        self._python = python
         self._ids = itertools.count(1)
         self._places: dict[int, RankPlace] = {}
         self._closed = False
@@ -86,11 +100,21 @@ class WorkerGroup:
 
         Raises:
             WorkerError: a rank died, failed or did not answer within ``limits.start_s``.
+            InterpreterError: the ranks run another rlctl.
             RlctlError: the transport has not the resources.
         """
         try:
             self._transport.start(self._boots)
             self.hellos = self._run("hello", [()] * self.world_size, doing="start-up", hang_s=self.limits.start_s)
+            for hello in self.hellos:
+                if (hello.rlctl, tuple(hello.api)) != (__version__, API_VERSION):
+                    raise other_version(hello.executable, hello.rlctl, hello.api)
+        except RlctlError as error:
+            self.kill()
+            if self._python is not None:
+                error.details = (*error.details, f"pool {self.name} runs in {self._python}")
+                error.next = error.next or f"rlctl doctor --python {shlex.quote(self._python)}"
+            raise
         except BaseException:
             self.kill()
             raise

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rlctl.interpreters.program import Program
 from rlctl.runtime.processes import MARKER as MARKER
 from rlctl.runtime.records import Boot
 
@@ -40,33 +41,42 @@ class Descriptors:
     board: int
 
 
-def command(boot: Boot, descriptors: Descriptors, parent: int, scratch: str) -> list[str]:
+def command(
+    boot: Boot, descriptors: Descriptors, parent: int, scratch: str, program: Program | None = None
+) -> list[str]:
     """The command line of a rank; ``ps`` shows pool and rank.
 
     Args:
         parent: process that the rank must not outlive.
         scratch: directory that goes when the group ends without its controller.
+        program: another interpreter; None for this one.
     """
     # -P: the working directory holds the user's files, which must not stand in for the standard library's.
     return [
-        *(sys.executable, "-P", "-m", "rlctl.runtime.worker_main"),
+        *(sys.executable if program is None else program.python, "-P", "-m", "rlctl.runtime.worker_main"),
         *(boot.pool, str(boot.rank), f"{descriptors.socket},{descriptors.board}"),
         *(str(parent), scratch),
     ]
 
 
-def environment(boot: Boot, marker: str, extra: Mapping[str, str]) -> dict[str, str]:
-    """A rank's environment: the controller's, its place, and this host's loopback for collectives unless it says else."""
+def environment(boot: Boot, marker: str, extra: Mapping[str, str], program: Program | None = None) -> dict[str, str]:
+    """A rank's environment: the controller's, its place, and this host's loopback for collectives unless it says else.
+
+    Modules are found where this process finds them; by another interpreter, where that one does.
+    """
     place = {
         "RANK": boot.rank,
         "WORLD_SIZE": boot.world_size,
         "LOCAL_RANK": boot.local_rank,
         "LOCAL_WORLD_SIZE": boot.local_world_size,
     }
+    if program is None:
+        own = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    else:
+        own = program.environment(os.environ)
     env = {
-        **os.environ,
+        **own,
         **{k: str(v) for k, v in place.items()},
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "PYTHONUNBUFFERED": "1",
         MARKER: marker,
     }

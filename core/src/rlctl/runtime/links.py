@@ -40,7 +40,10 @@ class Links:
 
     def whereabouts(self, device: str) -> Whereabouts:
         """Where this rank is, with its weights on ``device``."""
-        return Whereabouts(self._boot.address, device.partition(":")[0], devices.unit(device), offered(self._plugins))
+        kind = device.partition(":")[0]
+        return Whereabouts(
+            self._boot.address, kind, devices.unit(device), offered(self._plugins), devices.collective_library(kind)
+        )
 
     def meeting_place(self, *, loopback: bool) -> str:
         """A URL at which this rank will wait for the others: on the host's loopback, or where other hosts reach it."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 from rlctl.config.schema import RunConfig
 from rlctl.device import Device
+from rlctl.interpreters.program import Program
 from rlctl.plugins import PluginSet
 from rlctl.runtime.boots import make_boots, threads_of_a_rank
 from rlctl.runtime.group import Limits, WorkerGroup
@@ -51,6 +52,10 @@ class Pools:
         """Ranks of one pool."""
         return self._config.runtime.sizes()[pool]
 
+    def python(self, pool: str) -> str | None:
+        """The interpreter of one pool; None for this one."""
+        return self._config.runtime.python_of(pool)
+
     def started(self, pool: str) -> bool:
         """True once the group of ``pool`` runs."""
         return pool in self._groups
@@ -64,7 +69,9 @@ class Pools:
         if pool not in self._groups:
             runtime = self._config.runtime
             limits = Limits(runtime.start_timeout_s, runtime.hang_timeout_s, runtime.failure_grace_s)
-            group = WorkerGroup(pool, self._transport(pool), self._boots(pool), Worker, limits)
+            group = WorkerGroup(
+                pool, self._transport(pool), self._boots(pool), Worker, limits, python=self.python(pool)
+            )
             self._groups[pool] = group  # before it starts: whatever interrupts that, close() finds it
             try:
                 group.start()
@@ -81,21 +88,37 @@ class Pools:
                 stack.callback(group.close)
 
     def describe(self) -> dict[str, object]:
-        """For the manifest: launcher, and each pool's ranks with host and process id."""
+        """For the manifest: launcher, and each pool's interpreter, versions, and ranks with host and process id."""
         pools = {
-            name: {"nproc": group.world_size, "ranks": [{"host": h.host, "pid": h.pid} for h in group.hellos]}
+            name: {
+                "nproc": group.world_size,
+                "python": group.hellos[0].executable,
+                "versions": {"python": group.hellos[0].python, **self._versions(name), **group.hellos[0].versions},
+                "ranks": [{"host": h.host, "pid": h.pid} for h in group.hellos],
+            }
             for name, group in self._groups.items()
         }
         return {"launcher": self.launcher, "pools": pools}
+
+    def _versions(self, pool: str) -> Mapping[str, str]:
+        """Of what the manifest's own list of versions, which is this interpreter's, does not say."""
+        python = self.python(pool)
+        if python is None:
+            return {}
+        from rlctl.interpreters.asking import look
+
+        return look(python).versions
 
     def _transport(self, pool: str) -> Transport:
         if self.launcher == "inline":
             return InlineTransport(lambda boot: Worker(boot, self._plugins, self._notice))
         logs = None if self.log_dir is None else self.log_dir / pool
+        python = self.python(pool)
+        program = None if python is None else Program.of(python)
         if self.launcher == "process":
             from rlctl.runtime.transports.process import ProcessTransport
 
-            return ProcessTransport(log_dir=logs)
+            return ProcessTransport(log_dir=logs, program=program)
         from rlctl.runtime.transports.ray import RayTransport
 
         ray = self._config.runtime.ray
@@ -106,6 +129,7 @@ class Pools:
             placement_timeout_s=ray.placement_timeout_s,
             log_dir=logs,
             notice=self._notice,
+            program=program,
         )
 
     def _boots(self, pool: str) -> list[Boot]:

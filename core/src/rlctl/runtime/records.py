@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlctl import __version__
 from rlctl.engine_records import EngineInfo
+from rlctl.records import API_VERSION
 from rlctl.runtime.phases import Status
 
 
@@ -40,13 +43,22 @@ class Boot:
 
 @dataclass(frozen=True)
 class Hello:
-    """What a rank answers first: who and where it is."""
+    """What a rank answers first: who and where it is.
+
+    Args:
+        python: version of its interpreter; ``executable`` is that interpreter.
+        versions: of what its numbers depend on.
+        rlctl, api: version and hook API of the rlctl that it runs.
+    """
 
     rank: int
     host: str
     pid: int
     python: str
     versions: Mapping[str, str] = field(default_factory=dict)
+    executable: str = sys.executable
+    rlctl: str = __version__
+    api: tuple[int, int] = API_VERSION
 
 
 @dataclass(frozen=True)

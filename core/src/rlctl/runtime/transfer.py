@@ -95,12 +95,14 @@ class Whereabouts:
         device: type of device that its engine's weights are on.
         unit: which device of all, where that can be told (a GPU's own id).
         offers: the links of its environment.
+        library: what core's own links are made of there (``torch 2.13.0``). Its versions do not talk to each other.
     """
 
     address: str
     device: str
     unit: str
     offers: tuple[WeightTransportSpec, ...]
+    library: str = ""
 
 
 def offered(plugins: PluginSet) -> tuple[WeightTransportSpec, ...]:
@@ -124,6 +126,9 @@ def choose(wish: Wish, sender: Whereabouts, receivers: Sequence[Whereabouts]) ->
     common = [spec for spec in sender.offers if all(spec in r.offers for r in receivers)]
     one_host = len({r.address for r in ranks}) == 1
     apart = len(units) == len(set(units))
+    libraries = sorted({r.library for r in ranks})
+    if len(libraries) > 1:
+        common = [spec for spec in common if spec not in OWN]
     if len(devices) > 1:
         why = f"weights on {' and '.join(devices)}"
     else:
@@ -133,11 +138,12 @@ def choose(wish: Wish, sender: Whereabouts, receivers: Sequence[Whereabouts]) ->
             return min(fitting, key=lambda spec: _REACH.index(spec.scope))
         why = f"links for {', '.join(f'{d} ({s.name})' for s in common for d in s.devices) or 'nothing'}"
         why += "" if apart else f", and two ranks on one {devices[0]} device"
+        why += "" if len(libraries) == 1 else f", as core's own do not join {' and '.join(libraries)}"
     if wish == "collective":
         raise CapabilityError(
             "no link between the training and the rollout ranks fits",
             found=why,
-            wanted="all ranks on one kind of device with collectives, each rank on a device of its own",
+            wanted="all ranks on one kind of device with collectives, each rank on a device of its own, and one version of torch",
             next="runtime.weight_transport=auto lets the weights go by the controller",
         )
     return None

@@ -60,7 +60,7 @@ def decode(header: bytes, tensors: Sequence[torch.Tensor], allowed: Sequence[str
     """The inverse of :func:`encode`. Tensors are used as they are.
 
     Raises:
-        WireError: the header names a class outside ``allowed``, or one that is no record.
+        WireError: the header names a class outside ``allowed``, one that is no record, or one with other fields here.
     """
     count, body = json.loads(header)
     return _Reader(tensors, count, tuple(allowed)).read(body)
@@ -214,7 +214,17 @@ class _Reader:
 
     def dataclass(self, value: Any) -> Any:
         name, given = value
-        return self._record(name, None)(**{k: self.read(v) for k, v in given.items()})
+        kind, values = self._record(name, None), {k: self.read(v) for k, v in given.items()}
+        try:
+            return kind(**values)
+        except TypeError as error:
+            if given.keys() == {f.name for f in fields(kind) if f.init}:
+                raise
+            raise WireError(
+                "a message has a record with other fields than it has here",
+                found=f"{name}: {error}",
+                wanted="the same versions of rlctl and its plugins on both sides",
+            ) from error
 
     def model(self, value: Any) -> Any:
         name, given, fields_set = value

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import socket
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +84,9 @@ class Worker:
         """Who and where this rank is."""
         import torch
 
-        versions = {"torch": torch.__version__}
+        versions = {"torch": str(torch.__version__)}
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions["transformers"] = metadata.version("transformers")
         return Hello(self.boot.rank, socket.gethostname(), os.getpid(), platform.python_version(), versions)
 
     @dispatch(Dispatch.ONE_TO_ALL)

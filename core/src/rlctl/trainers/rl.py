@@ -27,7 +27,7 @@ from rlctl.trainers.agreement import rollout_gap
 from rlctl.trainers.critic import CriticStage
 from rlctl.trainers.evaluation import ScoredRollout, length_metrics, score_completions, validate, watch_rows
 from rlctl.trainers.rewards import RewardStage
-from rlctl.trainers.setup import Context
+from rlctl.trainers.setup import Context, sync_note
 from rlctl.trainers.teachers import held_out_kl
 from rlctl.trainers.trainer import Assessment
 
@@ -85,7 +85,10 @@ class RLTrainer:
     # ---- what the runner calls --------------------------------------------------------------------------------
     def begin(self) -> dict[str, Any]:
         """See :class:`rlctl.trainers.trainer.Trainer`."""
-        return {"weight_sync": self.rollout.sync(self.actor.engine).how}
+        how = self.rollout.sync(self.actor.engine).how
+        if (note := sync_note(self.actor.engine, self.rollout.engine, how)) is not None:
+            self.context.reporter.message(note)
+        return {"weight_sync": how}
 
     def advance(self, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """See :class:`rlctl.trainers.trainer.Trainer`."""

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rlctl import device as devices
-from rlctl import evidence, registry, topology
+from rlctl import evidence, topology
 from rlctl.capabilities import require_topology
 from rlctl.config.algorithm_faults import algorithm_words
+from rlctl.config.homes import Home, home, require_imports
 from rlctl.config.load import ResolvedConfig
 from rlctl.config.schema import ModelConfig, OptimConfig, RunConfig, TrainRole
 from rlctl.constraints import facts_of
 from rlctl.device import Device, detect_device
 from rlctl.errors import CapabilityError
+from rlctl.interpreters.program import short
 from rlctl.microbatch import MicroBatchPlan
 from rlctl.models import resolve_model_source
 from rlctl.plugins import PluginSet
@@ -24,6 +26,7 @@ from rlctl.runtime.carriage import Transfer
 from rlctl.runtime.pools import Pools
 from rlctl.runtime.records import BuildSpec
 from rlctl.runtime.remote import RemoteEngine
+from rlctl.runtime.transfer import CONTROLLER
 from rlctl.topology import Topology
 from rlctl.tracking.reporter import Reporter
 
@@ -43,6 +46,14 @@ class Context:
     @property
     def config(self) -> RunConfig:
         return self.resolved.config
+
+    def home(self, pool: str) -> Home:
+        """The environment in which a pool's processes run.
+
+        Raises:
+            InterpreterError: it is another one, and does not answer.
+        """
+        return home(self.pools.python(pool), self.plugins)
 
 
 def make_context(resolved: ResolvedConfig, plugins: PluginSet, reporter: Reporter) -> Context:
@@ -89,14 +100,16 @@ def train_spec(
     world = context.pools.size(_pool(context, role))
     axes = topology.resolve(world, role.parallel.model_dump())
     section = role.engine if engine_section is None else engine_section
-    return _spec(context, name, BackendKind.TRAIN, backend or role.backend, section, axes, model, optim, head)
+    home = context.home(_pool(context, role))
+    return _spec(context, home, name, BackendKind.TRAIN, backend or role.backend, section, axes, model, optim, head)
 
 
 def rollout_spec(context: Context, model: ModelConfig, *, name: str = "rollout") -> BuildSpec:
     """The rollout engine. Its weights come with the first sync."""
     config = context.config.rollout
     axes = topology.resolve_rollout(context.pools.size(config.pool), config.parallel.model_dump())
-    return _spec(context, name, BackendKind.ROLLOUT, config.backend, config.engine, axes, model, None)
+    home = context.home(config.pool)
+    return _spec(context, home, name, BackendKind.ROLLOUT, config.backend, config.engine, axes, model, None)
 
 
 def copy_dtype(config: RunConfig) -> str | None:
@@ -113,6 +126,7 @@ def transfer(config: RunConfig) -> Transfer:
 
 def _spec(
     context: Context,
+    home: Home,
     name: str,
     kind: BackendKind,
     backend: str,
@@ -123,15 +137,7 @@ def _spec(
     head: ModelType = ModelType.LANGUAGE_MODEL,
 ) -> BuildSpec:
     device = context.device
-    record = registry.resolve_backend(
-        context.plugins,
-        backend,
-        kind,
-        head,
-        device.type,
-        device.vendor,
-        notice=context.reporter.message,
-    )
+    record = home.resolve_backend(backend, kind, head, device, notice=context.reporter.message)
     facts = facts_of(model.config, model.path)
     for note in require_topology(record, axes, device.type, device.vendor, head, facts):
         context.reporter.message(f"{name}: {note}")
@@ -152,11 +158,12 @@ def check_roles(context: Context, model: ModelConfig) -> None:
     """Look every engine of the run up and check its topology, before any process is started.
 
     Raises:
-        RlctlError: a backend does not answer, or cannot run its topology; or this host has fewer devices than the pools
-            have ranks.
+        RlctlError: a backend does not answer, does not load in the interpreter that it shall run in, or cannot run its
+            topology; or this host has fewer devices than the pools have ranks.
     """
     config = context.config
     _require_devices(context)
+    require_imports(config, context.plugins, context.device.type, context.reporter.message)
     train_spec(context, config.actor, model, name="actor", optim=None)
     if config.trainer.type == "sft":
         return
@@ -247,6 +254,7 @@ def describe_engines(engines: Mapping[str, RemoteEngine]) -> dict[str, Any]:
             "model_type": engine.model_type,
             "notes": dict(info.notes),
             "pool": engine.group.name,
+            "python": engine.group.hellos[0].executable,
             "axes": {name: size for name, size in engine.axes.items() if size > 1},
         }
     return out
@@ -258,7 +266,8 @@ def start_line(context: Context, engines: Mapping[str, RemoteEngine], total_step
     config, info = context.config, actor.info
     model = f"{info.model_family}, {info.num_parameters / 1e6:.1f}M parameters"
     axes = evidence.axes_words({name: size for name, size in actor.axes.items() if size > 1})
-    ranks = f", {_ranks_words(context)}, {axes}" if context.pools.num_ranks > 1 else ""
+    apart = context.pools.num_ranks > 1 or any(map(context.pools.python, config.pools_used()))
+    ranks = f", {_ranks_words(context)}, {axes}" if apart else ""
     on = f"{devices.device_name(context.device)} ({actor.name}{ranks})"
     if config.trainer.type == "sft":
         return f"SFT of {model}, on {on}: {total_steps} steps of {config.data.train_batch_size} rows"
@@ -284,11 +293,22 @@ def _critic_words(engines: Mapping[str, RemoteEngine]) -> str:
 
 
 def _ranks_words(context: Context) -> str:
-    """``2 ranks by process``, or ``pools main 2, gen 1 by process``."""
-    sizes = context.config.runtime.sizes()
-    if len(sizes) == 1:
+    """``2 ranks by process``, or ``pools main 2, gen 1 (.venvs/gen) by process``."""
+    sizes = context.config.pools_used()
+    pythons = {pool: context.pools.python(pool) for pool in sizes}
+    if len(sizes) == 1 and not any(pythons.values()):
         return f"{context.pools.num_ranks} ranks by {context.pools.launcher}"
-    return f"pools {', '.join(f'{name} {size}' for name, size in sizes.items())} by {context.pools.launcher}"
+    words = [f"{pool} {n}{f' ({short(python)})' if (python := pythons[pool]) else ''}" for pool, n in sizes.items()]
+    return f"{'pools' if len(words) > 1 else 'pool'} {', '.join(words)} by {context.pools.launcher}"
+
+
+def sync_note(source: RemoteEngine, target: RemoteEngine, how: str) -> str | None:
+    """Why weights take the longer way, where the versions of their environments are the reason."""
+    here, there = (engine.group.hellos[0].versions.get("torch") for engine in (source, target))
+    if how != CONTROLLER or here == there:
+        return None
+    pools = f"{here} in pool {source.group.name}, {there} in pool {target.group.name}"
+    return f"weights go by the controller: torch is {pools}, and collectives join one version alone"
 
 
 def run_name(resolved: ResolvedConfig) -> str:

@@ -18,6 +18,8 @@ from typing import Any
 
 from rlctl import device as devices
 from rlctl.errors import CapabilityError
+from rlctl.interpreters.faults import no_python
+from rlctl.interpreters.program import Program
 from rlctl.interrupts import shielded
 from rlctl.runtime import launch, wire
 from rlctl.runtime.channel import FrameReader, FrameWriter, Parcel, pack
@@ -44,6 +46,7 @@ class ProcessTransport:
         env: environment variables of the ranks, beside the controller's own.
         allowed: packages whose records may travel (see :mod:`rlctl.runtime.wire`).
         worker, plugins: see :class:`rlctl.runtime.launch.Launch`.
+        program: another interpreter that the ranks run in.
     """
 
     name = "process"
@@ -56,12 +59,14 @@ class ProcessTransport:
         *,
         worker: str = WORKER,
         plugins: bool = True,
+        program: Program | None = None,
     ) -> None:
         self._log_dir = log_dir
         self._env = dict(env or {})
         self._allowed = tuple(allowed)
         self._worker = worker
         self._plugins = plugins
+        self._program = program
         self._ranks: list[RankProcess] = []
         self._selector = selectors.DefaultSelector()
         self._marker = uuid.uuid4().hex
@@ -76,7 +81,8 @@ class ProcessTransport:
         store = f"file://{self._scratch.name}/store" if len(boots) > 1 else ""
         for boot in boots:
             full = replace(boot, store=store, num_threads=launch.threads(boot))
-            rank = RankProcess(full, logs / f"rank_{boot.rank}.log", self._scratch.name, self._marker, self._env)
+            log = logs / f"rank_{boot.rank}.log"
+            rank = RankProcess(full, log, self._scratch.name, self._marker, self._env, self._program)
             self._ranks.append(rank)
             self._selector.register(rank.socket, selectors.EVENT_READ, rank)
             if rank.pidfd is not None:
@@ -195,9 +201,21 @@ class ProcessTransport:
 
 
 class RankProcess:
-    """The controller's view of one process."""
+    """The controller's view of one process.
 
-    def __init__(self, boot: Boot, log: Path, scratch: str, marker: str, env: Mapping[str, str]) -> None:
+    Raises:
+        InterpreterError: another interpreter cannot be started.
+    """
+
+    def __init__(
+        self,
+        boot: Boot,
+        log: Path,
+        scratch: str,
+        marker: str,
+        env: Mapping[str, str],
+        program: Program | None = None,
+    ) -> None:
         self.number = boot.rank
         self.gone = False
         self.log = log
@@ -213,12 +231,13 @@ class RankProcess:
                 output.write(f"--- {began} rank {boot.rank} of {boot.world_size}, pool {boot.pool}\n".encode())
                 output.flush()
                 self._log_start = output.tell()
-                self.process = subprocess.Popen(
-                    launch.command(boot, numbers, os.getpid(), scratch),
+                self.process = _started(
+                    program,
+                    launch.command(boot, numbers, os.getpid(), scratch, program),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    env=launch.environment(boot, marker, env),
+                    env=launch.environment(boot, marker, env, program),
                     pass_fds=(numbers.socket, numbers.board),
                     # A session of its own: Ctrl-C in the terminal reaches the controller alone.
                     start_new_session=True,
@@ -275,6 +294,15 @@ class RankProcess:
                 return file.read().decode(errors="replace")
         except OSError:
             return ""
+
+
+def _started(program: Program | None, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen[bytes](command, **options)
+    except OSError as error:
+        if program is None:
+            raise
+        raise no_python(program.python, f"{type(error).__name__}: {error}") from error
 
 
 def _check_devices(boots: Sequence[Boot]) -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rlctl.interpreters.program import Program
 from rlctl.interrupts import shielded
 from rlctl.runtime import ray_cluster, wire
 from rlctl.runtime.channel import SHARED_FROM, Frame, lay_out
@@ -104,6 +105,7 @@ class RayTransport:
         allowed: packages whose records may travel (see :mod:`rlctl.runtime.wire`).
         worker, plugins: see :class:`rlctl.runtime.launch.Launch`.
         notice: told what is waited for.
+        program: another interpreter that the ranks run in, on whatever node; it needs no Ray, the actors keep the cluster's.
     """
 
     name = "ray"
@@ -121,6 +123,7 @@ class RayTransport:
         worker: str = WORKER,
         plugins: bool = True,
         notice: Callable[[str], None] | None = None,
+        program: Program | None = None,
     ) -> None:
         assert strategy in STRATEGIES, strategy
         self._address = address
@@ -132,6 +135,7 @@ class RayTransport:
         self._allowed = tuple(allowed)
         self._worker = worker
         self._plugins = plugins
+        self._program = program
         self._notice = notice or (lambda text: None)
         self._group: _Group | None = None
         self._answers: queue.SimpleQueue[tuple[_Rank, Future[Any]]] = queue.SimpleQueue()
@@ -167,7 +171,9 @@ class RayTransport:
             )
             logs = None if self._log_dir is None else str(self._log_dir.absolute())
             own = group.cluster.own
-            spec = RankSpec(told, f"{marker}-{boot.rank}", logs, os.getcwd(), self._env, host_threads=own)
+            spec = RankSpec(
+                told, f"{marker}-{boot.rank}", logs, os.getcwd(), self._env, host_threads=own, program=self._program
+            )
             made = actor.options(
                 name=f"{boot.pool}/{boot.rank}/{marker[:8]}",
                 num_cpus=bundle["CPU"],

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlctl.interpreters.program import Program
 from rlctl.interrupts import STOP_SIGNALS
 from rlctl.runtime import launch, meeting, wire
 from rlctl.runtime.channel import Frame, Layout, parcel
@@ -53,6 +54,7 @@ class RankSpec:
         cwd: the controller's working directory, taken where this node has it.
         env: further variables for the rank.
         host_threads: the cores of this host are shared by its ranks; otherwise Ray's own share for the actor counts.
+        program: another interpreter that the rank runs in.
     """
 
     launch: Launch
@@ -61,6 +63,7 @@ class RankSpec:
     cwd: str
     env: Mapping[str, str]
     host_threads: bool
+    program: Program | None = None
 
 
 class RankActor:
@@ -88,7 +91,8 @@ class RankActor:
         self._gone = threading.Event()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # see rlctl.runtime.ray_host; a rank inherits the mask
         log = _log_path(self._spec.log_dir, self._scratch.name, boot.rank)
-        self._rank = RankProcess(self._boot, log, self._scratch.name, self._spec.marker, self._environment())
+        env, marker, program = self._environment(), self._spec.marker, self._spec.program
+        self._rank = RankProcess(self._boot, log, self._scratch.name, marker, env, program)
         threading.Thread(target=self._watch, name="rlctl-watch", daemon=True).start()
 
     def _environment(self) -> dict[str, str]:
