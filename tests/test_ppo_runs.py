@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 
 from rlctl.checkpoint import find_damage, latest_checkpoint, list_checkpoints
 from rlctl.config.load import load_config
-from rlctl.errors import CheckpointError, DataError
+from rlctl.errors import AlgorithmError, CheckpointError, ConfigError, DataError
 from rlctl.plugins import load_plugins
 from rlctl.records import EvidenceLevel
 from rlctl.testing.evidence import record_evidence
@@ -162,7 +163,10 @@ def test_a_run_without_a_critic_keeps_its_checkpoints_as_they_were(
 
 def test_the_critic_warms_up_alone(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    result = train(run, "critic.warmup_steps=2", "trainer.total_training_steps=2", "rollout.n=1")
+    alone = ["critic.warmup_steps=6", "trainer.total_training_steps=6", "critic.ppo_epochs=2", "trainer.save_freq=0"]
+    result = train(run, *alone, "critic.value_clip=null")
+    loss = [m["critic/vf_loss"] for m in result.history]
+    assert min(loss[3:]) < 0.5 * loss[0], "it learns what rewards there are"
     assert same(weights(run, "export"), weights(run / "warm_start", "export")), "the actor stayed as it was"
     assert all("critic/grad_norm" in m and "actor/grad_norm" not in m for m in result.history)
     before, after = weights(run / "warm_start", "export"), weights(run, "critic")
@@ -193,8 +197,41 @@ def test_a_critic_starts_from_one_and_reads_what_the_actor_writes(tmp_path: Path
         train(tmp_path / "refused", *short, f"critic.model.path={other}")
 
 
+OWN = """
+def judged(scores, values, mask, row_ids):
+    returns = scores[row_ids]
+    return returns - values, returns
+
+
+def dumb(scores, values, row_ids):
+    return scores[row_ids] - values
+
+
+def plain(scores):
+    return scores
+"""
+
+
+def test_an_estimator_of_ones_own_reads_a_critic(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+
+    def one_step(name: str, *more: str) -> RunResult:
+        own = ["algorithm.adv_estimator=" + str(tmp_path / "own.py") + ":" + name, "trainer.total_training_steps=1"]
+        return train(tmp_path / f"{name}-{len(more)}", *own, *more, ppo=False)
+
+    [m] = one_step("judged", "critic={}").history
+    assert m["critic/returns/mean"] == pytest.approx(m["critic/score/mean"], abs=0.2)
+    assert m["critic/advantages/mean"] == pytest.approx(m["critic/returns/mean"] - m["critic/values/mean"], abs=1e-5)
+    with pytest.raises(AlgorithmError, match="says nothing that a critic could learn"):
+        one_step("dumb", "critic={}")
+    with pytest.raises(ConfigError, match="reads a critic's values"):
+        one_step("judged")
+    with pytest.raises(ConfigError, match="reads no critic's values, and there is a critic"):
+        one_step("plain", "critic={}")
+
+
 def test_the_bound_on_values_bites(tmp_path: Path) -> None:
-    tight = [*OFF_POLICY, "critic.ppo_epochs=4", "critic.optim.lr=1e-2", "trainer.total_training_steps=2"]
+    tight = [*OFF_POLICY, "critic.ppo_epochs=4", "critic.optim.lr=1e-2", "trainer.total_training_steps=1"]
     bounded = train(tmp_path / "bounded", *tight, "critic.value_clip=1e-4")
     free = train(tmp_path / "free", *tight, "critic.value_clip=null")
     assert all(m["critic/num_steps"] == 8 for m in bounded.history)
@@ -243,6 +280,7 @@ def inline(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     model = folder / "warm" / "warm_start" / "export"
     result, recording = record(folder / "inline", model, *PPO)
     assert all(m["critic/num_steps"] == 2 and m["critic/grad_norm"] > 0 for m in result.history)
+    assert all(math.isfinite(m["critic/vf_explained_var"]) for m in result.history), "rewards differ"
     assert all(m["critic/num_micro_batches"] > 1 and m["actor/grad_norm"] > 0 for m in result.history)
     return result, recording, model
 

@@ -8,6 +8,7 @@ from rlctl.algorithms.calling import call_advantages, call_policy_loss
 from rlctl.algorithms.lookup import BUILTIN, KEYS, Algorithm, find
 from rlctl.algorithms.table import COSTLY
 from rlctl.config.schema import RunConfig
+from rlctl.config.schema_critic import VALUES
 from rlctl.errors import AlgorithmError
 from rlctl.plugins import PluginSet
 from rlctl.records import AlgorithmKind
@@ -59,7 +60,14 @@ def _try_out(algorithm: Algorithm, config: RunConfig) -> None:
             **dict.fromkeys(COSTLY, log_probs.exp() ** 2),
             "greedy_scores": scores,
         }
-        call_advantages(algorithm, config.algorithm, offered, row_ids, mask)
+        made = call_advantages(algorithm, config.algorithm, offered, row_ids, mask)
+        if VALUES in algorithm.spec.needs and "returns" not in made:
+            raise AlgorithmError(
+                f"the {algorithm.label} says nothing that a critic could learn",
+                found="advantages alone",
+                wanted="(advantages, returns)",
+                next=f"return both from {algorithm.spec.target}",
+            )
         return
     current = log_probs.float().requires_grad_()
     offered = {

@@ -13,7 +13,7 @@ from rlctl.config.schema import CriticConfig, ModelConfig, RunConfig
 from rlctl.config.schema_critic import VALUES
 from rlctl.data.same_tokens import require_tokens_of_actor
 from rlctl.data.tokenizer import load_tokenizer
-from rlctl.errors import AlgorithmError, ConfigError
+from rlctl.errors import ConfigError
 from rlctl.models import resolve_model_source
 from rlctl.records import ModelType
 from rlctl.roles.budget import SkipBudget
@@ -46,17 +46,8 @@ class CriticStage:
 
         Returns:
             The batch without what only a critic reads, which need not travel to the actor's ranks; and metrics.
-
-        Raises:
-            AlgorithmError: the estimator said no returns.
         """
-        if "returns" not in batch.items:
-            raise AlgorithmError(
-                "the advantage estimator says nothing that a critic could learn",
-                found="advantages alone",
-                wanted="(advantages, returns)",
-                next="return both from the function of algorithm.adv_estimator",
-            )
+        assert "returns" in batch.items, "find_algorithms has tried the estimator"
         metrics = self.role.update(batch, generator)
         kept = {name: value for name, value in batch.items.items() if name not in ("values", "returns")}
         return replace(batch, items=kept), metrics
