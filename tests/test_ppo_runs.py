@@ -156,7 +156,7 @@ def test_a_run_without_a_critic_keeps_its_checkpoints_as_they_were(
     assert checkpoint is not None
     assert sorted(p.name for p in checkpoint.path.iterdir()) == ["engine", "manifest.json", "trainer.json"]
     assert "parts" not in checkpoint.manifest
-    assert set(checkpoint.state()["trainer"]) == {"sampler", "rollout_version", "skipped_in_a_row"}
+    assert not [key for key in checkpoint.state()["trainer"] if "critic" in key]
     with pytest.raises(CheckpointError, match="has no critic"):
         train(run, resume=True)
 
