@@ -71,10 +71,11 @@ class CriticRole:
         mini = mini.with_items(item_weight=item_weights(mini, mode, norm_length=self.norm_length))
         out = self.engine.train_batch(mini, ValueLoss(self.config.value_clip), self.plan, mode, self.norm_length)
         self.budget.note(out.step, mini)
-        weight = out.sums.get("_weight", 1.0) or 1.0
-        # What an engine says of itself (padding) is not the critic's alone.
-        metrics = {name: value for name, value in out.sums.items() if name.startswith("critic/")}
-        metrics |= {name: metrics[name] / weight for name in _MEANS}
+        weight = out.sums["_weight"]
+        # What an engine says of itself (padding) is not the critic's alone. Where no token is trained nothing was seen: a zero
+        # would read as a measurement.
+        metrics = {name: value for name, value in out.sums.items() if name.startswith("critic/") and weight}
+        metrics |= {name: metrics[name] / weight for name in _MEANS if name in metrics}
         return metrics | {
             "critic/grad_norm": out.step.grad_norm,
             "critic/lr": out.step.lr,
