@@ -7,14 +7,15 @@ BIN := $(VENV)/bin
 VENVS ?= .venvs
 # Tests of one file stay together: they share what is costly to start. One thread each, since ranks share the cores too.
 TEST_WORKERS ?= 2
-DISTS := core/pyproject.toml cli/pyproject.toml plugins/fsdp/pyproject.toml plugins/megatron/pyproject.toml
+DISTS := core/pyproject.toml cli/pyproject.toml plugins/fsdp/pyproject.toml plugins/megatron/pyproject.toml plugins/mindspeed/pyproject.toml
 
-.PHONY: test-veomni evidence-veomni test-vllm evidence-vllm evidence quickstart test test-backends lint bench bench-controller bench-quickstart smollm2 docs-check clean help
+.PHONY: test-ascend test-veomni evidence-veomni test-vllm evidence-vllm evidence quickstart test test-backends lint bench bench-controller bench-quickstart smollm2 docs-check clean help
 
 help:
 	@echo "make quickstart        install and train the quickstart recipe, then write its report"
 	@echo "make test              install and run every test of the base environment"
 	@echo "make test-backends     the tests of backends with environments of their own: veomni, vllm"
+	@echo "make test-ascend       what is known of Ascend NPUs without one: test doubles, older megatron-core, torch-npu's wheel"
 	@echo "make lint              ruff and pyright"
 	@echo "make bench-quickstart  the quickstart with three seeds"
 	@echo "make bench-controller  what the controller costs a step with 1,024 simulated ranks"
@@ -27,7 +28,7 @@ $(VENV)/.run: $(DISTS) constraints/base.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q $(PIP_ARGS) torch==2.13.0
 	$(BIN)/pip install -q $(PIP_ARGS) -c constraints/base.txt hatchling editables
-	$(BIN)/pip install -q $(PIP_ARGS) -c constraints/base.txt --no-build-isolation -e 'core[data,math,tensorboard]' -e cli -e plugins/fsdp -e plugins/megatron
+	$(BIN)/pip install -q $(PIP_ARGS) -c constraints/base.txt --no-build-isolation -e 'core[data,math,tensorboard]' -e cli -e plugins/fsdp -e plugins/megatron -e plugins/mindspeed
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
@@ -41,6 +42,11 @@ quickstart: $(VENV)/.run
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+# All that is known of Ascend without an NPU; `make test` runs the shorter half. It takes megatron-core 0.12.1 and torch-npu from the index.
+test-ascend: $(VENV)/.dev
+	RLCTL_TEST_ASCEND=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile plugins/mindspeed/tests \
+	  tests/test_ascend.py tests/test_npu_routes.py plugins/megatron/tests/test_megatron_legacy.py $(PYTEST_ARGS)
 
 # Both environments first: a run of veomni's tests has its rollout in vllm's.
 test-backends: $(VENVS)/vllm/.ok $(VENVS)/veomni/.ok

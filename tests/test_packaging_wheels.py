@@ -26,6 +26,7 @@ DISTS = {
     "rlctl": "cli",
     "rlctl-plugin-fsdp": "plugins/fsdp",
     "rlctl-plugin-megatron": "plugins/megatron",
+    "rlctl-plugin-mindspeed": "plugins/mindspeed",
 }
 APART = {"rlctl-plugin-veomni": ("plugins/veomni", "constraints/veomni.txt")}
 """Plugins with an environment of their own, whose tests install them there, and its tested versions."""
@@ -125,8 +126,9 @@ def test_a_fresh_environment_outside_the_repository_trains(built, tmp_path):
     call([*pip, "torch==2.13.0"], tmp_path)
     call([*pip, *constraints, *wheels], tmp_path)
     healthy = call([rlctl, "doctor", "--json"], tmp_path)
-    found = {b["name"]: b["status"] for b in json.loads(healthy.stdout)["backends"]}
-    assert (found["fsdp2"], found["megatron"]) == ("ok", "ok")
+    found = {(b["name"], b["dist"]): b["status"] for b in json.loads(healthy.stdout)["backends"]}
+    assert found["fsdp2", "rlctl-plugin-fsdp"] == found["megatron", "rlctl-plugin-megatron"] == "ok"
+    assert found["megatron", "rlctl-plugin-mindspeed"] == "skip", "no npu is here"
     overrides = [
         "trainer.total_training_steps=2",
         "warm_start.steps=4",

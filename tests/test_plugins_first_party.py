@@ -18,7 +18,7 @@ from rlctl.catalogue import PluginState
 from rlctl.discovery import FIRST_PARTY_DISTS, discover
 from rlctl.records import CheckStatus
 
-OURS = ("rlctl-core", "rlctl", "rlctl-plugin-fsdp", "rlctl-plugin-megatron")
+OURS = ("rlctl-core", "rlctl", "rlctl-plugin-fsdp", "rlctl-plugin-megatron", "rlctl-plugin-mindspeed")
 LIGHT = sorted((c.name, c.target) for c in discover() if c.dist in FIRST_PARTY_DISTS)
 
 
@@ -43,7 +43,7 @@ def test_the_catalogue_is_equal_to_the_plugins_own_records():
 
 
 def test_all_plugins_are_found():
-    assert {name for name, _ in LIGHT} >= {"cli", "fsdp", "megatron"}
+    assert {name for name, _ in LIGHT} >= {"cli", "fsdp", "megatron", "mindspeed"}
 
 
 @pytest.mark.parametrize(("name", "target"), LIGHT)
@@ -75,7 +75,7 @@ def test_the_doctor_on_this_machine(tmp_path):
     arguments = ["doctor", "--json", "--timeout", "240"]
     done = run(f"from rlctl_cli.main import main\nmain({arguments!r})", **env)
     report = json.loads(done.stdout)
-    rows = {r["name"]: r for r in report["backends"]}
+    rows = {r["name"]: r for r in report["backends"] if r["dist"] != "rlctl-plugin-mindspeed"}
     for name, kind in (("fsdp2", "train"), ("hf", "rollout"), ("megatron", "train")):
         assert (rows[name]["kind"], rows[name]["stage"], rows[name]["status"]) == (kind, "registered", "ok"), rows[name]
     checks = {c["name"]: c for c in report["checks"]}
@@ -83,6 +83,8 @@ def test_the_doctor_on_this_machine(tmp_path):
     assert metadata.version("torch") in checks["torch"]["found"]
     assert checks["training backend"]["found"] == "fsdp2, megatron"
     assert "cuda-calls" in checks["megatron-stand-ins"]["found"]
+    away = [r for r in report["backends"] if r["dist"] == "rlctl-plugin-mindspeed"]
+    assert {(r["name"], r["status"]) for r in away} == {("megatron", "skip"), ("mindspeed_megatron", "skip")}
     failed = [c for c in report["checks"] if c["status"] == "fail"]
     assert done.returncode == int(bool(failed)), failed
     # What loads here is evidence of this machine from now on.
@@ -126,6 +128,7 @@ def run_linked(tmp_path: Path, site: Path, code: str) -> subprocess.CompletedPro
         "rlctl": "rlctl_cli",
         "rlctl-plugin-fsdp": "rlctl_fsdp",
         "rlctl-plugin-megatron": "rlctl_megatron",
+        "rlctl-plugin-mindspeed": "rlctl_mindspeed",
     }
     linked = {p.name.partition("-0")[0].replace("_", "-") for p in site.glob("rlctl*.dist-info")}
     sources = [str(Path(__import__(modules[d]).__file__ or "").parents[1]) for d in OURS if d in linked]
@@ -175,7 +178,7 @@ main(["doctor", "--json"])
     assert done.returncode == 1, done.stderr
     assert done.stderr == ""
     report = json.loads(done.stdout)
-    rows = {r["name"]: r for r in report["backends"]}
+    rows = {r["name"]: r for r in report["backends"] if r["dist"] != "rlctl-plugin-mindspeed"}
     for name in ("fsdp2", "hf", "megatron"):
         row = rows[name]
         assert (row["stage"], row["status"]) == ("compatible", "fail")

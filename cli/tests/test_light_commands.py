@@ -86,7 +86,7 @@ def test_capabilities_text_shows_the_matrix_and_the_reasons(site):
     done = rlctl(site, "capabilities")
     assert done.returncode == 0
     overview = [x for x in done.stdout.splitlines() if x.startswith(("megatron", "veomni"))]
-    for backend, device, built in (("megatron", "cpu", True), ("megatron", "npu", False), ("veomni", "cuda", True)):
+    for backend, device, built in (("megatron", "cpu", True), ("megatron", "npu", True), ("veomni", "cuda", True)):
         line = next(x for x in overview if x.startswith(backend) and device in x)
         assert ("not built (plugin not released)" in line) is not built, line
         assert ("not installed" in line) is built, line
@@ -114,9 +114,9 @@ def test_capabilities_show_an_installed_backend_in_one_table(site):
         "level": "parity", "model_family": "llama", "what": "w", "versions": {}, "world_size": 2, "deltas": {}, "date": "d",
     }  # fmt: skip
     (folder / "one.json").write_text(json.dumps(record))
-    lines = [" ".join(line.split()) for line in rlctl(site, "capabilities").stdout.splitlines()]
+    lines = [" ".join(line.split()) for line in rlctl(site, "capabilities", COLUMNS="160").stdout.splitlines()]
     assert lines.count("mine (rlctl-mine): language_model on cpu, cuda") == 1
-    assert "dp_shard supported parity on cpu; stale on cuda shards" in lines
+    assert "dp_shard supported parity on cpu; declared on cuda shards" in lines
     assert "tp supported on cpu declared splits" in lines
     assert "tp unsupported on cuda no kernel; take megatron" in lines
     assert [line for line in lines if "language_model on" in line] == ["mine (rlctl-mine): language_model on cpu, cuda"]

@@ -55,7 +55,7 @@ class TinySite:
         return {
             **inherited,
             "PYTHONPATH": str(self.path),
-            "RLCTL_DISABLE_PLUGINS": "rlctl-plugin-fsdp,rlctl-plugin-megatron,rlctl",
+            "RLCTL_DISABLE_PLUGINS": "rlctl-plugin-fsdp,rlctl-plugin-megatron,rlctl-plugin-mindspeed,rlctl",
             "RLCTL_CACHE_DIR": str(self.root / "cache"),
             "RLCTL_DATA_DIR": str(self.root / "data"),
             **more,

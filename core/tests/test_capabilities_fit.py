@@ -193,12 +193,12 @@ def test_matrix_puts_installed_first_and_keeps_what_is_only_known():
     assert states["toy", "rlctl-toy"] == "installed"
     assert states["fsdp2", "rlctl-plugin-fsdp"] == "released"
     assert states["megatron", "rlctl-plugin-megatron"] == "released"
-    assert states["megatron", "rlctl-plugin-mindspeed"] == "planned"
+    assert states["megatron", "rlctl-plugin-mindspeed"] == "released"
     assert states["torchtitan", ""] == "not_built"
     assert {c.evidence.level for c in cells} == {"declared"}
 
 
-def test_records_of_a_backend_prove_nothing_of_a_plugin_to_come_with_the_same_name():
+def test_records_of_one_device_raise_no_level_on_another_whichever_dist_answers_there():
     record = EvidenceRecord(
         backend="megatron", model_type="language_model", device="cpu", vendor=None, axes={"tp": 2},
         level=EvidenceLevel.PARITY, model_family="llama", what="w", versions={}, world_size=2, deltas={}, date="d",
@@ -211,12 +211,13 @@ def test_records_of_a_backend_prove_nothing_of_a_plugin_to_come_with_the_same_na
     }
     assert found == {
         ("released", "cpu"): ("parity", False),
-        ("released", "cuda"): ("parity", True),
-        ("planned", "npu"): ("declared", False),
+        ("released", "cuda"): ("declared", True),
+        ("released", "npu"): ("declared", True),
     }
     needs = Needs(BackendKind.TRAIN, 2, {"tp": 2}, "npu", "huawei")
     [choice] = [c for c in rank_backends(needs, PluginSet(), book) if c.name == "megatron"]
-    assert (choice.state, choice.evidence, choice.elsewhere) == ("planned", "declared", "")
+    assert (choice.dist, choice.state, choice.evidence) == ("rlctl-plugin-mindspeed", "released", "declared")
+    assert choice.elsewhere == "parity, made on cpu, not on npu"
 
 
 def test_matrix_of_a_backend_that_is_installed_speaks_with_its_own_records():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,10 @@ def cells(backend: str, axis: str, device: str = "cuda", dist: str | None = None
         ("torchtitan", "cuda", {"tp": YES, "cp": YES, "ep": YES, "pp": NO}),
         ("automodel", "cuda", {"tp": YES, "cp": YES, "ep": YES, "pp": NO}),
         ("fsdp_turbo", "cuda", {"ep": YES, "cp": IF, "usp": IF}),
-        ("mindspeed_megatron", "npu", {"tp": YES, "pp": YES}),
+        ("mindspeed_megatron", "npu", {"tp": YES, "pp": YES, "cp": YES, "ep": YES, "usp": NO}),
+        ("veomni", "npu", {"ep": IF, "usp": YES, "dp_replicate": YES, "tp": NO, "pp": NO, "cp": NO}),
+        ("vllm", "npu", {"tp": YES, "ep": IF, "dcp": IF, "pp": NO}),
+        ("hf", "npu", {"dp_replicate": YES, "tp": NO}),
         ("sglang", "cuda", {"tp": YES, "pp": NO, "ep": IF, "dcp": NO}),
         ("tensorrt_llm", "cuda", {"tp": YES, "pp": NO, "ep": IF, "dcp": NO}),
     ],
@@ -171,14 +175,14 @@ def test_constraints_that_are_named_exist():
             assert all(name in constraints.CONSTRAINTS for name, _ in constraints.named(cell.constraint))
 
 
-def test_megatron_is_released_for_cpu_and_cuda_and_planned_for_npu():
+def test_megatron_is_one_dists_on_cpu_and_cuda_and_anothers_on_npu():
     found = {
         (e.dist, str(e.state), d) for e in catalogue.entries() if e.spec.name == "megatron" for d, _ in e.spec.devices
     }
     assert found == {
         ("rlctl-plugin-megatron", "released", "cpu"),
         ("rlctl-plugin-megatron", "released", "cuda"),
-        ("rlctl-plugin-mindspeed", "planned", "npu"),
+        ("rlctl-plugin-mindspeed", "released", "npu"),
     }
     entry = catalogue.find("megatron")
     assert entry is not None
@@ -186,12 +190,11 @@ def test_megatron_is_released_for_cpu_and_cuda_and_planned_for_npu():
 
 
 def test_planned_plugins_say_so_and_give_the_command():
-    for name, kind in (("mindspeed", "train"),):
-        entry = catalogue.find(name, BackendKind(kind))
-        assert entry is not None
-        assert entry.state is PluginState.PLANNED
-        assert entry.install == f"pip install rlctl-plugin-{name}"
-        assert "not released" in entry.note
+    known = catalogue.find("torchtitan")
+    assert known is not None
+    entry = replace(known, dist="rlctl-plugin-torchtitan", state=PluginState.PLANNED)
+    assert entry.install == known.spec.install_hint
+    assert "not released" in entry.note
     torchtitan = catalogue.find("torchtitan")
     assert torchtitan is not None
     assert torchtitan.state is PluginState.NOT_BUILT

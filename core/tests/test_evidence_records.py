@@ -56,6 +56,8 @@ def test_another_version_or_device_shows_as_stale_with_the_reason():
     assert old.reasons[1] == "made with no-such-dist-here 1, not installed"
     elsewhere = at(book(record()), device="cuda", vendor="nvidia")
     assert (elsewhere.stale, elsewhere.reasons) == (True, ("made on cpu, not on cuda",))
+    assert elsewhere.level is EvidenceLevel.DECLARED, "another kind of device has proved nothing of this one"
+    assert elsewhere.proof is not None
     assert stale_reasons(record(device="cuda", vendor="amd"), "cuda", "nvidia") == ("made on amd, not on nvidia",)
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from rlctl.causes import Cause
+from rlctl.discovery import Candidate
+from rlctl.doctor import run_doctor
 from rlctl.errors import BackendUnavailableError, EngineError, RlctlError
 from rlctl.plugins import BackendRecord, PluginEntry, PluginSet, Stage, load_plugins
 from rlctl.records import API_VERSION, BackendKind, BackendSpec, CheckStatus, ModelType
-from rlctl.registry import create_engine, fallback_order, require_backend, resolve_backend
+from rlctl.registry import create_engine, fallback_order, require_backend, require_device, resolve_backend
 
 
 def spec(name: str, *devices: tuple[str, str | None], **more) -> BackendSpec:
@@ -116,7 +119,7 @@ def test_unknown_names_list_registered_failed_and_installable():
     assert "failed: b (rlctl-b 2.0) declared: ImportError: x <- OSError: y" in text
     ours = (
         "fsdp2 (pip install rlctl-plugin-fsdp), megatron (pip install rlctl-plugin-megatron), "
-        "veomni (pip install rlctl-plugin-veomni)"
+        "mindspeed_megatron (pip install rlctl-plugin-mindspeed), veomni (pip install rlctl-plugin-veomni)"
     )
     assert f"installable: {ours}" in text
     assert "did you mean one?" in text
@@ -310,3 +313,94 @@ def test_a_text_in_the_place_of_a_name_does_not_flood_the_message() -> None:
         require_backend("x" * 5000, BackendKind.ROLLOUT, load_plugins())
     assert len(str(refused.value.what)) < 200
     assert "xxx..." in refused.value.what
+
+
+# ---- vendors ----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("devices", "environ", "wanted"),
+    [
+        # (device, vendor) before the device, before (cuda, nvidia).
+        ((("cuda", "moonchip"), ("cuda", None), ("cuda", "nvidia")), {"RLCTL_DEVICE": "cuda", "RLCTL_VENDOR": "moonchip"}, 0),
+        ((("cuda", "other"), ("cuda", None), ("cuda", "nvidia")), {"RLCTL_DEVICE": "cuda", "RLCTL_VENDOR": "moonchip"}, 1),
+        ((("cuda", "other"), ("cuda", "nvidia")), {"RLCTL_DEVICE": "cuda", "RLCTL_VENDOR": "moonchip"}, 1),
+        ((("npu", "marschip"), ("npu", "huawei")), {"RLCTL_DEVICE": "npu"}, 1),
+        ((("npu", "marschip"), ("npu", "huawei")), {"RLCTL_DEVICE": "npu", "RLCTL_VENDOR": "marschip"}, 0),
+        ((("npu", None), ("npu", "huawei")), {"RLCTL_DEVICE": "npu", "RLCTL_VENDOR": "marschip"}, 0),
+        ((("npu", "huawei"), ("cuda", "nvidia")), {"RLCTL_DEVICE": "npu", "RLCTL_VENDOR": "marschip"}, None),
+        ((("cuda", "nvidia"), ("cpu", None)), {"RLCTL_DEVICE": "cpu", "RLCTL_VENDOR": "moonchip"}, 1),
+    ],
+)  # fmt: skip
+def test_the_variables_name_device_and_vendor_and_the_record_is_found(monkeypatch, devices, environ, wanted):
+    from rlctl.device import detect_device
+
+    for name in ("RLCTL_DEVICE", "RLCTL_VENDOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    plugins = PluginSet([entry(f"dist{i}", spec("fake", place)) for i, place in enumerate(devices)])
+    found = detect_device()
+    if wanted is None:
+        with pytest.raises(BackendUnavailableError, match="no engine for npu/marschip"):
+            resolve(plugins, "fake", found.type, found.vendor)
+    else:
+        assert resolve(plugins, "fake", found.type, found.vendor) == f"dist{wanted}"
+
+
+# ---- owners that are there and cannot be used --------------------------------------------------------------------------------
+def away() -> PluginSet:
+    """One name of two dists; that of the npu lacks what it needs."""
+    needs = spec(
+        "mega",
+        ("npu", "huawei"),
+        requirements=("no-such-dist-here>=2",),
+        remedies={"no-such-dist-here": "ask the vendor"},
+    )
+    return PluginSet([entry("here", spec("mega", ("cpu", None))), entry("there", needs)])  # fmt: skip
+
+
+def test_the_owner_of_a_device_is_named_with_what_it_lacks():
+    plugins = away()
+    for ask in (
+        lambda: resolve(plugins, "mega", "npu", "huawei"),
+        lambda: require_device("mega", "train", plugins, "npu", "huawei"),
+    ):
+        with pytest.raises(BackendUnavailableError) as caught:
+            ask()
+        assert caught.value.what == "backend 'mega' on npu/huawei is there 1.0, which cannot be used here"
+        assert caught.value.found == "no-such-dist-here is not installed, no-such-dist-here>=2 is required"
+        assert caught.value.next == "ask the vendor"
+    require_device("mega", "train", plugins, "cpu", None)
+    require_device("mega", "train", plugins, "cuda", "nvidia")  # that nobody answers it is another message's matter
+    assert resolve(plugins, "mega", "cpu", None) == "here"
+
+
+def test_a_remedy_that_pip_has_not_follows_the_pip_command():
+    from rlctl.remedy import for_import, for_requirements
+    from rlctl.requirements import unmet_requirements
+
+    unmet = unmet_requirements(("no-such-one>=1", "no_such.two", "no-such-three"))
+    assert for_requirements(unmet, {"No-Such-Two": "make it yourself"}) == (
+        "pip install 'no-such-one>=1' no-such-three; then make it yourself"
+    )
+    missing = Cause("ModuleNotFoundError", "No module named 'no_such.part'", "", "no_such.part")
+    candidate = Candidate("p", "dist-p", "1.0", "p_light")
+    assert for_import(candidate, [missing], (), {"no_such": "ask the vendor"}) == "ask the vendor"
+    assert for_import(candidate, [missing], ()) == "pip install no_such"
+
+
+def test_a_backend_whose_devices_are_not_here_is_passed_over_and_not_blamed(here, monkeypatch):
+    fields = {"requirements": "('no-such-dist-here>=2',)", "devices": "(('npu', 'huawei'),)"}
+    here.add_backend("faraway", **fields)
+    found = next(e for e in load_plugins().entries if e.name == "faraway")
+    assert (found.stage, found.status) == (Stage.COMPATIBLE, CheckStatus.SKIP)
+    assert "no-such-dist-here is not installed" in found.cause[0]
+    assert found.cause[1].startswith("it runs on npu only, and this machine shows none")
+    assert load_plugins().warnings() == []
+    report = run_doctor(["faraway"], quick=True, timeout_s=60)
+    (row,) = report.backends
+    assert (row.status, row.next) == (CheckStatus.SKIP, "pip install 'no-such-dist-here>=2'")
+    assert report.exit_code() == 0
+    monkeypatch.setenv("RLCTL_DEVICE", "npu")
+    assert "no-such-dist-here" in load_plugins().warnings()[0]
+    (row,) = run_doctor(["faraway"], quick=True, timeout_s=60).backends
+    assert row.status is CheckStatus.FAIL

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from rlctl import __version__
+from rlctl import __version__, extensions
 from rlctl.errors import RlctlError
 
 # name -> (module:attribute, one line of help). Help texts live here so that listing commands imports none of them.
@@ -106,6 +106,7 @@ def cli(ctx: click.Context, no_plugins: bool, debug: bool) -> None:
 
 def main(argv: list[str] | None = None) -> Any:
     """Run the command line. Exit codes: 0 done, 1 failed, 2 usage, 128 + n ended by signal n (130: Ctrl-C)."""
+    extensions.keep_from_loading()
     debug = "--debug" in (argv if argv is not None else sys.argv) or os.environ.get("RLCTL_DEBUG")
     try:
         code = cli.main(args=argv, prog_name="rlctl", standalone_mode=False)

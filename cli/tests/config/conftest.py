@@ -47,7 +47,8 @@ def clitoy(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
     (info / "entry_points.txt").write_text("[rlctl.plugins]\nclitoy = clitoy_light\n")
     monkeypatch.syspath_prepend(str(site))
     monkeypatch.setenv(
-        "RLCTL_DISABLE_PLUGINS", "rlctl-plugin-fsdp,rlctl-plugin-megatron,rlctl-plugin-veomni,rlctl-plugin-vllm"
+        "RLCTL_DISABLE_PLUGINS",
+        "rlctl-plugin-fsdp,rlctl-plugin-megatron,rlctl-plugin-mindspeed,rlctl-plugin-veomni,rlctl-plugin-vllm",
     )
     monkeypatch.delenv("RLCTL_DEBUG", raising=False)
     yield

@@ -27,7 +27,8 @@ UNBUILT = (PluginState.PLANNED, PluginState.NOT_BUILT)
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of the matrix. ``state``: ``installed``, ``broken``, ``released``, ``planned`` or ``not_built``."""
+    """One cell of the matrix. ``state``: ``installed``, ``broken``, ``released``, ``planned`` or ``not_built``.
+    ``routing_test`` covers how a run reaches the backend on a device where nothing was proved."""
 
     backend: str
     kind: str
@@ -40,6 +41,7 @@ class Cell:
     support: Support
     reason: str
     evidence: Evidence
+    routing_test: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -54,6 +56,7 @@ class Cell:
             "support": str(self.support),
             "reason": self.reason,
             "evidence": self.evidence.to_json(),
+            "routing_test": self.routing_test,
         }
 
 
@@ -121,6 +124,7 @@ def _cells(spec: BackendSpec, dist: str, state: str, book: EvidenceBook) -> Iter
                     support,
                     reason,
                     evidence,
+                    spec.routing_tests.get(device, ""),
                 )
 
 

@@ -40,6 +40,9 @@ _DECODING: Cell = _na("an axis of decoding; this backend trains")
 _TRAINING: Cell = _na("an axis of training; this backend generates")
 
 
+_REFUSED = "tests/test_npu_routes.py::test_what_has_no_plugin_is_refused_by_name"
+
+
 @dataclass(frozen=True)
 class _Backend:
     """One backend of the field. ``changes`` replaces cells on one device type, ``heads`` lists its model types."""
@@ -78,22 +81,9 @@ class _Backend:
             install_hint=f"pip install {self.dist}" if self.dist else "",
             aliases=tuple(self.aliases),
             summary=self.summary,
+            routing_tests={"npu": _REFUSED} if NPU in self.devices else {},
         )
 
-
-_MEGATRON: Row = {
-    "dp_shard": _if("shards optimizer state only (distributed optimizer); weights stay whole on every replica"),
-    "dp_replicate": _yes("data parallel replicas"),
-    "tp": _yes("column and row parallel layers", "heads_and_kv_heads_divisible_by_tp & moe_with_tp_needs_sp"),
-    "sp": _if("tied to tp: off at tp=1, and that is announced; required for an MoE model with tp", "sp_needs_tp"),
-    "pp": _yes("pipeline stages, 1F1B", "layers_divisible_by_stages"),
-    "vpp": _if("interleaved stages: needs pp > 1 and layers that divide by pp x vpp", "vpp_needs_pp"),
-    "cp": _yes("each row is split over ranks in zigzag order"),
-    "ep": _yes("experts are split over ranks; an MoE model with tp > 1 needs sp", "experts_divisible_by_ep"),
-    "etp": _if("tensor parallel experts: an MoE model only", "etp_needs_experts"),
-    "usp": _no("it has no Ulysses head exchange; take cp, or veomni for usp"),
-    "dcp": _DECODING,
-}
 
 _INFERENCE: Row = {
     "dp_shard": _na("an axis of training; an inference engine splits weights with tp"),
@@ -112,51 +102,6 @@ _INFERENCE: Row = {
 _NO_PP = "pipeline stages are refused; take megatron"
 
 _FIELD: tuple[_Backend, ...] = (
-    _Backend(
-        name="veomni",
-        kind=BackendKind.TRAIN,
-        summary="VeOmni: FSDP2 with Ulysses and expert parallelism",
-        dist=None,
-        devices=(NPU,),
-        heads=(LM, VALUE),
-        row={
-            "dp_shard": _yes("FSDP2 of every layer"),
-            "dp_replicate": _yes("HSDP mesh of replicas and shards"),
-            "tp": _no("its training arguments assert tp = 1; take megatron"),
-            "sp": _no("belongs to tp, which it lacks; take megatron"),
-            "pp": _no("its training arguments assert pp = 1; take megatron"),
-            "vpp": _no("belongs to pp, which it lacks; take megatron"),
-            "cp": _no("refused but for one model family; take usp, or megatron for cp"),
-            "ep": _yes("experts are split over ranks, apart from their FSDP mesh", "experts_divisible_by_ep"),
-            "etp": _no("an expert's matrices are not split; take megatron"),
-            "usp": _yes("Ulysses exchange of heads, with an attention that knows of it", "heads_divisible_by_usp"),
-            "dcp": _DECODING,
-        },
-        requirements=("veomni>=0.1.12",),
-        imports=("veomni",),
-    ),
-    _Backend(
-        name="megatron",
-        kind=BackendKind.TRAIN,
-        summary="Megatron Core on Ascend, patched by MindSpeed",
-        dist="rlctl-plugin-mindspeed",
-        devices=(NPU,),
-        heads=(LM, VALUE),
-        row=_MEGATRON,
-        requirements=("torch-npu>=2.7",),
-        imports=("torch_npu", "mindspeed.megatron_adaptor", "megatron.core"),
-    ),
-    _Backend(
-        name="mindspeed_megatron",
-        kind=BackendKind.TRAIN,
-        summary="MindSpeed's own Megatron engine on Ascend, language models only",
-        dist="rlctl-plugin-mindspeed",
-        devices=(NPU,),
-        row=_MEGATRON,
-        requirements=("torch-npu>=2.7",),
-        imports=("torch_npu", "mindspeed.megatron_adaptor", "megatron.core"),
-        aliases=("mindspeed",),
-    ),
     _Backend(
         name="mindspeed_mm",
         kind=BackendKind.TRAIN,

@@ -1,4 +1,6 @@
-"""The one module that knows cuda, npu and cpu calls. torch is imported inside the functions only.
+"""The one module that knows cuda, npu and cpu calls: nothing else asks ``torch.cuda`` or ``torch.npu`` (a test reads the sources).
+
+torch is imported inside the functions only. An extension of torch that brings a device is loaded by :mod:`rlctl.extensions`.
 
 A device is written as torch writes it (``cuda``, ``cuda:1``, ``npu:0``, ``cpu``) or given as :class:`Device`. Sizes are
 in GiB (2**30 bytes), as ``perf/max_memory_allocated_gb`` is in this field.
@@ -6,15 +8,18 @@ in GiB (2**30 bytes), as ``perf/max_memory_allocated_gb`` is in this field.
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import os
 import platform
 import random
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlctl import extensions
+from rlctl.causes import cause_chain
 from rlctl.errors import CapabilityError
 
 if TYPE_CHECKING:
@@ -30,6 +35,8 @@ _GIB = 2**30
 _VENDORS = {"npu": "huawei", "mps": "apple", "xpu": "intel", "musa": "mthreads"}
 _ORDER = ("cuda", "npu")
 """Accelerators that ``auto`` looks for, first to last; the CPU is what remains."""
+_FILES = {"cuda": "nvidiactl", "npu": "davinci_manager"}
+"""What a driver of the device type shows in ``/dev``."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,7 @@ def detect_device(preference: str = "auto") -> Device:
     Raises:
         CapabilityError: the device that ``preference`` names does not answer. What the variables say is taken as it is.
     """
+    extensions.shield()
     vendor = os.environ.get(VENDOR_VARIABLE) or None
     forced = os.environ.get(DEVICE_VARIABLE) or None
     if preference == "auto" and forced is not None:
@@ -62,11 +70,18 @@ def detect_device(preference: str = "auto") -> Device:
     if preference != "cpu" and preference != forced and not is_available(preference):
         raise CapabilityError(
             f"no {preference} device answers",
+            details=absence_words(preference),
             found=_runtime_words(),
             wanted=f"a torch build and a driver for {preference}",
             next="trainer.device=cpu, or rlctl doctor to see what the runtime says",
         )
     return Device(preference, vendor or _vendor(preference))
+
+
+def named_device(preference: str = "auto") -> Device | None:
+    """The device that ``preference`` or ``RLCTL_DEVICE`` names; None where the runtime has to be asked. Imports no torch."""
+    kind = preference if preference != "auto" else os.environ.get(DEVICE_VARIABLE)
+    return Device(kind, os.environ.get(VENDOR_VARIABLE) or _vendor(kind)) if kind else None
 
 
 def is_available(device: str) -> bool:
@@ -80,16 +95,44 @@ def is_available(device: str) -> bool:
         return False
 
 
+def is_simulated(device: DeviceLike) -> bool:
+    """True where no such device computes: none answers, or what answers says of itself that it stands on the CPU.
+
+    What is proved on such a one is stamped ``simulated`` and raises no level.
+    """
+    kind = _type_of(device)
+    return kind != "cpu" and (not is_available(kind) or bool(getattr(_runtime(kind), "rlctl_simulated", False)))
+
+
+def tensor_type(device: DeviceLike) -> str:
+    """The device type that tensors on it name: its own, and of a simulated one the CPU's."""
+    kind = _type_of(device)
+    return "cpu" if is_available(kind) and is_simulated(kind) else kind
+
+
+def in_sight(device: str) -> bool:
+    """Without asking a runtime, which would import torch: whether this machine shows a device type's driver, or
+    ``RLCTL_DEVICE`` names it."""
+    if device == "cpu" or os.environ.get(DEVICE_VARIABLE) == device:
+        return True
+    return device in _FILES and Path("/dev", _FILES[device]).exists()
+
+
+def absence_words(device: str) -> list[str]:
+    """Why the runtime of a device type does not load, a line for each link of the chain; empty where it does or is absent."""
+    error = extensions.why_not(device)
+    if error is None:
+        return []
+    return [f"because {c.line}" if i else c.line for i, c in enumerate(cause_chain(error))]
+
+
 def _runtime(device: str) -> Any:
-    """torch's module of a device type (``torch.cuda``, ``torch.npu``), or None. The npu one comes with torch_npu."""
+    """torch's module of a device type (``torch.cuda``, ``torch.npu``), or None."""
     import torch
 
     kind = _type_of(device)
-    if kind == "npu" and not hasattr(torch, "npu"):
-        try:
-            importlib.import_module("torch_npu")
-        except ImportError:
-            return None
+    if kind in extensions.MODULES and not extensions.load(kind):
+        return None
     return getattr(torch, kind, None)
 
 
@@ -187,7 +230,7 @@ def indexed(device: str) -> str:
     """``device`` with its index: of one without, the current device of its type. A CPU has none."""
     if _type_of(device) == "cpu" or _index(device) is not None:
         return device
-    return f"{device}:{_runtime(device).current_device()}"
+    return f"{device}:{current_index(device)}"
 
 
 def unit(device: str) -> str:
@@ -196,6 +239,35 @@ def unit(device: str) -> str:
         return ""
     found = _runtime(_type_of(device)).get_device_properties(_index(indexed(device)))
     return str(getattr(found, "uuid", "") or "")
+
+
+def current_index(device: DeviceLike) -> int:
+    """Number of the current device of its type; 0 on a CPU."""
+    return 0 if _type_of(device) == "cpu" else int(_runtime(_type_of(device)).current_device())
+
+
+def random_state(device: DeviceLike) -> torch.Tensor | None:
+    """State of the device's own generator; None on a CPU, whose state is torch's."""
+    return None if _type_of(device) == "cpu" else _runtime(_type_of(device)).get_rng_state()
+
+
+def set_random_state(device: DeviceLike, state: torch.Tensor | None) -> None:
+    """Give back what :func:`random_state` took. Nothing to do on a CPU."""
+    if _type_of(device) != "cpu" and state is not None:
+        _runtime(_type_of(device)).set_rng_state(state)
+
+
+@contextlib.contextmanager
+def kept_random_state(device: DeviceLike) -> Iterator[None]:
+    """Within, whatever draws: torch's state and the device's are afterwards as they were."""
+    import torch
+
+    before, there = torch.get_rng_state(), random_state(device)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
+        set_random_state(device, there)
 
 
 def synchronize(device: DeviceLike) -> None:

@@ -38,7 +38,7 @@ class Evidence:
     """What a cell is worth.
 
     Args:
-        level: ``declared`` unless a record raises it.
+        level: ``declared`` unless a record raises it, which was made on this kind of device.
         stale: the record does not hold here; ``reasons`` says why.
         proof: the record, or None.
         simulated: records of simulated devices that concern the cell; they never raise the level.
@@ -146,7 +146,9 @@ def _best(proofs: Iterable[Proof], device: str, reasons_of: Any) -> Evidence:
         proof, reasons = max(
             real, key=lambda s: (s[0].record.device == device, s[0].record.level.rank, -len(s[1]), s[0].record.date)
         )
-        return Evidence(proof.record.level, True, reasons, proof, simulated, tuple(failed))
+        # What another kind of device computed raises no level of this one; it is shown, as stale.
+        level = proof.record.level if proof.record.device == device else EvidenceLevel.DECLARED
+        return Evidence(level, True, reasons, proof, simulated, tuple(failed))
     return Evidence(simulated=simulated, failed=tuple(failed))
 
 

@@ -28,7 +28,7 @@ from rlctl import files, topology
 from rlctl.config.algorithm_faults import algorithm_words
 from rlctl.data.readers import split_files
 from rlctl.data.rows import val_entries
-from rlctl.device import Device, device_name
+from rlctl.device import Device, device_name, is_simulated
 from rlctl.errors import DataError
 
 if TYPE_CHECKING:
@@ -298,7 +298,12 @@ def build_manifest(
         "seeds": seeds,
         "data": hash_files(list(dict.fromkeys(data_files))),
         "topology": {role: asdict(axes) for role, axes in training.items()},
-        "device": {"type": device.type, "vendor": device.vendor, "name": device_name(device)},
+        "device": {
+            "type": device.type,
+            "vendor": device.vendor,
+            "name": device_name(device),
+            "simulated": is_simulated(device),
+        },
         "guards": guards_record(config),
         "origins": {key: " ".join(redact(text.split(" "))) for key, text in resolved.origins.items()},
         "started": now(),

@@ -22,6 +22,7 @@ import pluggy
 from rlctl import remedy, vetting
 from rlctl.causes import Cause, cause_chain
 from rlctl.declare import Declared, declare, guarded, new_manager, records_of
+from rlctl.device import in_sight
 from rlctl.discovery import Candidate, claimed_twice, disabled_names, discover, is_disabled
 from rlctl.errors import PluginError
 from rlctl.records import (
@@ -241,11 +242,15 @@ def declaration_failed(candidate: Candidate, causes: Sequence[Cause], mend: str 
 
 def stage_three(candidate: Candidate, backends: tuple[BackendSpec, ...], output: str = "") -> PluginEntry:
     """The entry of a declared plugin, its requirements compared with what is installed."""
-    problems = {s.name: unmet_requirements(s.requirements) for s in backends}
-    lines = tuple(f"backend {name!r}: {u.problem}" for name, unmet in problems.items() for u in unmet)
+    problems = [(spec, unmet_requirements(spec.requirements)) for spec in backends]
+    lines = tuple(f"backend {spec.name!r}: {u.problem}" for spec, unmet in problems for u in unmet)
     if lines:
-        mend = remedy.for_requirements([u for unmet in problems.values() for u in unmet])
-        entry = _entry(candidate, Stage.COMPATIBLE, CheckStatus.FAIL, lines, mend)
+        remedies = {name: words for spec in backends for name, words in spec.remedies.items()}
+        mend = remedy.for_requirements([u for _, unmet in problems for u in unmet], remedies)
+        away = [absent_device(spec) for spec, unmet in problems if unmet]
+        # What cannot run here anyway is no fault of this environment.
+        status = CheckStatus.SKIP if all(away) else CheckStatus.FAIL
+        entry = _entry(candidate, Stage.COMPATIBLE, status, (*lines, *dict.fromkeys(filter(None, away))), mend)
     elif output.strip():
         entry = _entry(
             candidate, Stage.COMPATIBLE, CheckStatus.WARN, (remedy.chatter(output),), remedy.upgrade(candidate)
@@ -262,7 +267,8 @@ def backend_records(entries: Iterable[PluginEntry]) -> list[BackendRecord]:
     records: list[BackendRecord] = []
     for entry, spec in owned:
         unmet = unmet_requirements(spec.requirements)
-        problems, mend = tuple(u.problem for u in unmet), remedy.for_requirements(unmet) if unmet else ""
+        problems = tuple(u.problem for u in unmet)
+        mend = remedy.for_requirements(unmet, spec.remedies) if unmet else ""
         for key, dists in conflicts.items():
             if key[1] == spec.name and entry.dist in dists:
                 both = " and ".join(dists)
@@ -271,6 +277,14 @@ def backend_records(entries: Iterable[PluginEntry]) -> list[BackendRecord]:
                 break
         records.append(BackendRecord(spec, entry.dist, entry.version, problems, mend))
     return records
+
+
+def absent_device(spec: BackendSpec) -> str:
+    """Words for a backend none of whose devices is in sight on this machine; empty for any other."""
+    kinds = list(dict.fromkeys(device for device, _ in spec.devices))
+    if not kinds or any(in_sight(kind) for kind in kinds):
+        return ""
+    return f"it runs on {' and '.join(kinds)} only, and this machine shows none (RLCTL_DEVICE={kinds[0]} looks anyway)"
 
 
 Key = tuple[str, str, str, str | None]

@@ -103,6 +103,9 @@ class BackendSpec:
         aliases: further names that reach it, with a one-line notice.
         summary: one line for tables.
         env: environment variables that a probe of it needs (rarely).
+        remedies: what brings a requirement that no package index has, by the name of its distribution (rarely).
+        routing_tests: the test that covers how a run on a device reaches this backend, by device type, for devices that it was
+            never proved on (``path/to/file.py::test``). It stands beside the level and raises none.
         one_layout: engines of one process must have the same parallel sizes (the library keeps its groups in globals).
     """
 
@@ -121,6 +124,8 @@ class BackendSpec:
     summary: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
     one_layout: bool = False
+    remedies: Mapping[str, str] = field(default_factory=dict)
+    routing_tests: Mapping[str, str] = field(default_factory=dict)
 
 
 class CheckStatus(StrEnum):

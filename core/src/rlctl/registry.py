@@ -95,12 +95,46 @@ def resolve_backend(
                         f"{name} has no engine of its own for {place(device, vendor)}; taking the one for {place(*wanted)}"
                     )
                 return record
+    if (owner := _broken_owner(plugins, name, kind, device, vendor)) is not None:
+        raise owner
     raise BackendUnavailableError(
         f"backend {name!r} has no engine for {place(device, vendor)}",
         found="it answers " + ", ".join(place(*d) for r in heads for d in r.spec.devices),
         wanted=place(device, vendor),
         next=_other_backend(plugins, kind, model_type, device, vendor),
     )
+
+
+def require_device(name: str, kind: BackendKind | str, plugins: PluginSet, device: str, vendor: str | None) -> None:
+    """Refuse a backend whose owner on this device is installed and cannot be used, where no other one answers it. Imports no
+    torch: for a check before anything else, where the device was named.
+
+    Raises:
+        BackendUnavailableError: with what keeps the owner from being used.
+    """
+    kind, places = BackendKind(kind), set(fallback_order(device, vendor))
+    named = [r for r in plugins.backends() if r.spec.kind is kind and name in (r.spec.name, *r.spec.aliases)]
+    if any(not r.problems and places & set(r.spec.devices) for r in named):
+        return
+    if (owner := _broken_owner(plugins, name, kind, device, vendor)) is not None:
+        raise owner
+
+
+def _broken_owner(
+    plugins: PluginSet, name: str, kind: BackendKind, device: str, vendor: str | None
+) -> BackendUnavailableError | None:
+    """Why the record that answers a device is not used; None where none does."""
+    for record in plugins.backends():
+        named = record.spec.kind is kind and name in (record.spec.name, *record.spec.aliases)
+        if named and record.problems and set(fallback_order(device, vendor)) & set(record.spec.devices):
+            return BackendUnavailableError(
+                f"backend {name!r} on {place(device, vendor)} is {record.label}, which cannot be used here",
+                details=list(record.problems[1:]),
+                found=record.problems[0],
+                wanted="what its plugin requires" if record.spec.requirements else "no second owner of the name",
+                next=record.next or f"rlctl doctor {name}",
+            )
+    return None
 
 
 def fallback_order(device: str, vendor: str | None) -> tuple[tuple[str, str | None], ...]:
@@ -169,7 +203,7 @@ def registration_failed(record: BackendRecord, error: BaseException) -> BackendU
         details=[f"because {c.line}" if i else c.line for i, c in enumerate(causes)],
         found=causes[-1].line,
         wanted=f"an importable {record.spec.engine}",
-        next=remedy.for_import(candidate, causes, record.spec.requirements),
+        next=remedy.for_import(candidate, causes, record.spec.requirements, record.spec.remedies),
     )
 
 

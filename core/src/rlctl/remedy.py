@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 
 from rlctl.causes import Cause
 from rlctl.discovery import Candidate
@@ -48,9 +49,17 @@ def reinstall(candidate: Candidate) -> str:
     return f"pip install --force-reinstall {candidate.dist} (or pip uninstall {candidate.dist})"
 
 
-def for_requirements(unmet: Sequence[Unmet]) -> str:
-    """The pip command that satisfies them all."""
-    return pip_install(*dict.fromkeys(u.requirement.split("|")[0].strip() for u in unmet))
+def for_requirements(unmet: Sequence[Unmet], remedies: Mapping[str, str] | None = None) -> str:
+    """What satisfies them all: the pip command, then what pip cannot bring.
+
+    Args:
+        remedies: of the backend's record, by distribution.
+    """
+    own = {canonicalize_name(name): words for name, words in (remedies or {}).items()}
+    by_hand = [own[canonicalize_name(u.dist)] for u in unmet if canonicalize_name(u.dist) in own]
+    by_pip = [u.requirement.split("|")[0].strip() for u in unmet if canonicalize_name(u.dist) not in own]
+    commands = [pip_install(*dict.fromkeys(by_pip))] if by_pip else []
+    return "; then ".join([*commands, *dict.fromkeys(by_hand)])
 
 
 def chatter(output: str) -> str:
@@ -72,13 +81,22 @@ def for_light_module(candidate: Candidate, causes: Sequence[Cause]) -> str:
     return for_import(candidate, causes, ()) if missing else upgrade(candidate)
 
 
-def for_import(candidate: Candidate, causes: Sequence[Cause], requirements: Sequence[str]) -> str:
+def for_import(
+    candidate: Candidate,
+    causes: Sequence[Cause],
+    requirements: Sequence[str],
+    remedies: Mapping[str, str] | None = None,
+) -> str:
     """Stage 4: what mends the import of a backend's libraries.
 
     Args:
         causes: the whole chain; the innermost link that a rule knows decides.
         requirements: the backend's PEP 508 strings, so that the command asks for a version that fits.
+        remedies: of the backend's record, for a module whose distribution pip cannot bring.
     """
+    missing = _missing_module(causes)
+    if missing and _top(missing) in (remedies or {}):
+        return (remedies or {})[_top(missing)]
     mend = for_library(causes, requirements, own=_top(candidate.target))
     if mend:
         return mend

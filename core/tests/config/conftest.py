@@ -107,7 +107,7 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PluginSet]:
         patch.syspath_prepend(str(site))
         patch.setenv(
             "RLCTL_DISABLE_PLUGINS",
-            "rlctl,rlctl-plugin-fsdp,rlctl-plugin-megatron,rlctl-plugin-veomni,rlctl-plugin-vllm",
+            "rlctl,rlctl-plugin-fsdp,rlctl-plugin-megatron,rlctl-plugin-mindspeed,rlctl-plugin-veomni,rlctl-plugin-vllm",
         )
         patch.delenv("RLCTL_DEVICE", raising=False)
         loaded = load_plugins()

@@ -254,3 +254,30 @@ def test_sizes_of_a_follower_are_checked_where_they_are_its_own(plugins: PluginS
     assert "one layout" not in str(other.value)
     idle = ["actor.backend=grid", "runtime.nproc=4", "actor.parallel.tp=2", "ref.parallel.tp=4"]
     assert load_config(path, idle, plugins=plugins).config.ref.parallel.tp == 4
+
+
+def test_the_route_of_dancegrpo_is_explained_axis_by_axis(plugins: PluginSet, run_file: Write) -> None:
+    """No plugin of ours has it; what is known of its axes is said all the same, refusals and conditions."""
+    text = BASE.replace("plain", "mindspeed_mm") + "runtime: {nproc: 32}\n"
+    sizes = [f"actor.parallel.{axis}=2" for axis in ("tp", "cp", "pp", "ep", "usp")]
+    found = {p.path.rpartition(".")[2]: p for p in problems_of(plugins, run_file(text), *sizes)}
+    assert set(found) == {"backend", "tp", "cp", "pp", "ep", "usp"}
+    assert "mindspeed_mm' is not installed" in found["backend"].what
+    for axis in ("pp", "ep", "usp"):
+        assert found[axis].what == f"mindspeed_mm has no {axis}"
+        assert "take " in found[axis].hint
+    for axis in ("tp", "cp"):
+        assert found[axis].what == f"mindspeed_mm has {axis} on a condition"
+        assert found[axis].hint.startswith("only where")
+    assert "DanceGRPO" in found["tp"].hint
+    assert [p.path for p in problems_of(plugins, run_file(text), "actor.parallel.pp=2")] == [
+        "actor.backend",
+        "actor.parallel.pp",
+    ]
+
+
+@pytest.mark.parametrize("name", ["mindspeed_fsdp", "mindspeed_llm"])
+def test_a_name_that_no_engine_answers_is_refused_by_name(plugins: PluginSet, run_file: Write, name: str) -> None:
+    with pytest.raises(BackendUnavailableError) as caught:
+        load_config(run_file(BASE.replace("plain", name)), (), {}, plugins)
+    assert caught.value.what == f"no training backend is called {name!r}"

@@ -51,8 +51,9 @@ def test_every_veomni_cell_is_there_once_and_refusals_say_what_to_take() -> None
             assert "take " in cell.reason, cell
     supported = {c.axis for c in SPEC.capabilities if c.support in (Support.SUPPORTED, Support.CONDITIONAL)}
     assert supported == {Axis.DP_SHARD, Axis.DP_REPLICATE, Axis.EP, Axis.USP}
-    (on_cuda,) = {c.reason for c in SPEC.capabilities if c.support is Support.CONDITIONAL}
-    assert "in bfloat16 only" in on_cuda
+    limited = {c.device: c.reason for c in SPEC.capabilities if c.support is Support.CONDITIONAL}
+    assert set(limited) == {"cuda", "npu"}
+    assert all("in bfloat16 only" in reason for reason in limited.values())
 
 
 def test_veomni_requirements_are_those_of_the_dist() -> None:
@@ -201,3 +202,20 @@ def test_the_kernel_for_experts_on_a_gpu_is_for_bfloat16() -> None:
     assert kernels.experts_implementation(VeOmniConfig(), 1, gpu, torch.float32) == "eager"
     with pytest.raises(ConfigError, match="computes in bfloat16"):
         kernels.experts_implementation(VeOmniConfig(), 2, gpu, torch.float32)
+
+
+def test_experts_on_an_npu_are_veomnis_own_kernel_in_bfloat16() -> None:
+    pytest.importorskip("veomni", reason="veomni is not installed (it has an environment of its own)")
+    from types import SimpleNamespace
+    from typing import Any
+
+    import torch
+
+    from rlctl.errors import ConfigError
+    from rlctl_veomni import kernels
+
+    npu: Any = SimpleNamespace(type="npu")  # torch knows no such device without Ascend's extension
+    assert kernels.experts_implementation(VeOmniConfig(), 2, npu, torch.bfloat16) == "fused_npu"
+    assert kernels.experts_implementation(VeOmniConfig(), 1, npu, torch.float32) == "eager"
+    with pytest.raises(ConfigError, match="computes in bfloat16"):
+        kernels.experts_implementation(VeOmniConfig(), 2, npu, torch.float32)

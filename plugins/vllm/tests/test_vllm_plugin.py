@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 
 from rlctl.capabilities import check_topology
 from rlctl.constraints import ModelFacts
+from rlctl.errors import BackendUnavailableError
 from rlctl.records import Axis, CheckStatus, Support
 from rlctl.requirements import unmet_requirements
 from rlctl.topology import resolve_rollout
@@ -49,6 +51,30 @@ def test_every_vllm_cell_is_there_once_and_refusals_say_what_to_take() -> None:
         assert cell.reason
         if cell.support is Support.UNSUPPORTED:
             assert "take " in cell.reason, cell
+
+
+def test_an_npu_is_reached_through_vllm_ascend(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_npu = {c.axis: c for c in SPEC.capabilities if c.device == "npu"}
+    assert {c.vendor for c in on_npu.values()} == {"huawei"}
+    assert on_npu[Axis.DCP].support is Support.CONDITIONAL
+    assert on_npu[Axis.DCP].constraint == "dcp_within_tp"
+    assert on_npu[Axis.DCP].reason.startswith("through vllm-ascend: ")
+    here: dict[str, str] = {}
+
+    def version(name: str) -> str:
+        if name not in here:
+            raise metadata.PackageNotFoundError(name)
+        return here[name]
+
+    monkeypatch.setattr(versions.metadata, "version", version)
+    with pytest.raises(BackendUnavailableError, match="through vllm-ascend, which is not installed") as refused:
+        versions.require_platform("npu:0")
+    assert "--rollout hf" in refused.value.next
+    versions.require_platform("cuda")
+    versions.require_platform("cpu")
+    here["vllm-ascend"] = "0.23.0.post1"
+    versions.require_platform("npu")
+    assert str(versions.ascend()) == "0.23.0.post1"
 
 
 def test_either_distribution_of_vllm_will_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,6 +152,7 @@ def _print_group(group: Group, out: Console) -> None:
         support = Text(str(cell.support).replace("_", " "), style=_STYLE[cell.support])
         table.add_row(str(cell.axis), support, Text(_evidence(cell)), Text(cell.reason))
     out.print(table)
+    _print_routing(group.cells, out)
     out.print()
 
 
@@ -175,11 +176,21 @@ def _print_merged(cells: Sequence[Cell], out: Console) -> None:
             words = Text(support.replace("_", " ") + where, style=_STYLE[support])
             table.add_row(str(axis), words, Text(_proofs(group)), Text(reason))
     out.print(table)
+    _print_routing(cells, out)
     out.print()
 
 
+def _print_routing(cells: Sequence[Cell], out: Console) -> None:
+    """Of devices where nothing was proved: the test of how a run reaches the backend there."""
+    from rich.text import Text
+
+    for test in dict.fromkeys(c.routing_test for c in cells if c.routing_test):
+        places = _join(_place([c]) for c in cells if c.routing_test == test)
+        out.print(Text(f"{places}: nothing is proved; routing by {test}", style="dim"))
+
+
 def _proofs(cells: Sequence[Cell]) -> str:
-    """``parity on cpu; stale on cuda, npu``: what holds here of the axis, by device."""
+    """``parity on cpu; declared on cuda, npu``: what holds here of the axis, by device."""
     if cells[0].support not in ("supported", "conditional"):
         return ""
     by_word: dict[str, list[str]] = {}
@@ -203,10 +214,12 @@ def _evidence(cell: Cell) -> str:
         return ""
     found = cell.evidence
     text = str(found.level).replace("_", " ")
-    if found.proof is not None and found.level in _PROVED:
-        record = found.proof.record
+    record = None if found.proof is None else found.proof.record
+    if record is not None and record.device != cell.device:
+        text += f"; {str(record.level).replace('_', ' ')} on {record.device}"
+    elif record is not None and found.level in _PROVED:
         text += f" ({axes_words(record.axes)}, {record.model_family}, {record.device})"
-    if found.stale:
+    if found.stale and record is not None and record.device == cell.device:
         text += f", stale: {found.reasons[0]}"
     if found.simulated:
         text += f", {found.simulated} simulated"

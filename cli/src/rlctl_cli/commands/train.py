@@ -53,6 +53,7 @@ def train(
     from rlctl.errors import ConfigError, UsageError
     from rlctl.plugins import load_plugins
     from rlctl.records import BackendKind
+    from rlctl.registry import require_backend
 
     def notice(text: str) -> None:
         click.echo(text, err=True)
@@ -67,15 +68,17 @@ def train(
         if source is not None:
             raise UsageError("--resume takes its configuration from the run", found=source, wanted="no RECIPE or FILE")
         source = str(resume_path / "config.yaml")
-    from rlctl.registry import require_backend
-
     plugins = load_plugins()
-    for warning in plugins.warnings():
-        notice(warning)
+
+    def warn() -> None:
+        for warning in plugins.warnings():
+            notice(warning)
+
     if source is None:
         if flags.get("backend"):
             # A backend that cannot answer is the first thing to say.
             require_backend(flags["backend"], BackendKind.TRAIN, plugins)
+        warn()
         raise UsageError(
             "rlctl train needs a recipe or a YAML file",
             wanted="for example: rlctl train quickstart",
@@ -91,9 +94,11 @@ def train(
     except ConfigError as error:
         if flags.get("backend") and not isinstance(error, InvalidConfigError):
             require_backend(flags["backend"], BackendKind.TRAIN, plugins)  # before a missing recipe
+        warn()
         raise
-    # From metadata alone: what is not installed is said here, before a trainer imports it.
+    # From metadata alone: what is not installed is said here, before a trainer imports it, and says all that a warning would.
     require_backends(resolved.config, plugins)
+    warn()
     if resume_path is not None:
         from rlctl.rundir import RunDirectory
 

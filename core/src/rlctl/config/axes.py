@@ -56,6 +56,21 @@ def head_of(role: str) -> ModelType:
     return ModelType.VALUE_MODEL if role == "critic" else ModelType.LANGUAGE_MODEL
 
 
+def condition_problems(document: Document, role: str, spec: BackendSpec, device: str | None) -> list[Problem]:
+    """Axes larger than one that a backend has on a condition which no rule here can judge, with the condition."""
+    sizes = document.get((role, "parallel"))
+    places = [p for p in spec.devices if device in (None, p[0])]
+    problems: list[Problem] = []
+    for name, size in (_well_formed(sizes) if isinstance(sizes, dict) else {}).items():
+        cells = [find_capability(spec, Axis(name), head_of(role), *place) for place in places]
+        found = [c for c in cells if c is not None and c.support is Support.CONDITIONAL and c.constraint is None]
+        if size > 1 and found and len(found) == len(cells):
+            loc: Loc = (role, "parallel", name)
+            what = f"{spec.name} has {name} on a condition"
+            problems.append(Problem(dotted(loc), str(document.origin(loc)), what, str(size), "1", found[0].reason))
+    return problems
+
+
 def _well_formed(sizes: dict[str, Any]) -> dict[str, int]:
     """The sizes of known axes that are more than their default; wrong types are the schema's matter."""
     out: dict[str, int] = {}

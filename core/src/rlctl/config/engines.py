@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from rlctl.catalogue import entries
+from rlctl import catalogue
 from rlctl.causes import cause_chain
-from rlctl.config.axes import axis_problems, head_of, layout_problem
+from rlctl.config.axes import axis_problems, condition_problems, head_of, layout_problem
 from rlctl.config.check import UnknownKey, check
 from rlctl.config.document import Document, Loc, Origin, dotted
 from rlctl.config.homes import Home, Homes
@@ -216,6 +216,11 @@ def _one_role(
         # Where the reference follows the actor, also in its environment, the actor's own complaint is enough.
         if _needed(document, role) and not (derived and home.python == homes.python_of("actor")):
             out.problems.append(_unavailable(document, loc, name, home))
+            known = catalogue.find(name, ROLE_KINDS[role])
+            if known is not None:
+                # What is known of its axes is said too: with another backend it may be the reason to choose it.
+                out.problems += axis_problems(document, role, known.spec, device, notice)
+                out.problems += condition_problems(document, role, known.spec, device)
         return
     spec = record.spec
     if name != spec.name:
@@ -241,7 +246,9 @@ def _one_role(
 def _without_head(document: Document, role: str, spec: BackendSpec, plugins: PluginSet, derived: bool) -> Problem:
     """A backend whose models have another head than the role needs."""
     loc: Loc = ("actor" if derived else role, "backend")
-    known = {spec.name: spec for spec in (*(e.spec for e in entries()), *(r.spec for r in plugins.backends()))}
+    known = {
+        spec.name: spec for spec in (*(e.spec for e in catalogue.entries()), *(r.spec for r in plugins.backends()))
+    }
     names = sorted(n for n, s in known.items() if s.kind is spec.kind and head_of(role) in s.model_types)
     installed = [r.spec.name for r in plugins.backends() if r.spec.name in names]
     return Problem(

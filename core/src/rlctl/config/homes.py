@@ -34,16 +34,19 @@ class Home:
     plugins: PluginSet
     python: str | None = None
 
-    def require_backend(self, name: str, kind: BackendKind) -> tuple[BackendRecord, ...]:
-        """As :func:`rlctl.registry.require_backend`, in this environment.
+    def require_backend(self, name: str, kind: BackendKind, device: Device | None = None) -> tuple[BackendRecord, ...]:
+        """As :func:`rlctl.registry.require_backend`, in this environment; on a device that was named, as ``require_device`` too.
 
         Raises:
             BackendUnavailableError: none is usable.
         """
-        from rlctl.registry import require_backend
+        from rlctl.registry import require_backend, require_device
 
         try:
-            return require_backend(name, kind, self.plugins)
+            found = require_backend(name, kind, self.plugins)
+            if device is not None:
+                require_device(name, kind, self.plugins, device.type, device.vendor)
+            return found
         except RlctlError as error:
             if self.python is not None:
                 told_there(error, self.python)
@@ -101,14 +104,17 @@ def home(python: str | None, plugins: PluginSet, backend: tuple[str, BackendKind
 
 
 def require_backends(config: RunConfig, plugins: PluginSet) -> None:
-    """The backend of every role that takes part, from metadata alone.
+    """The backend of every role that takes part, from metadata alone: on the run's device, where one was named.
 
     Raises:
         RlctlError: one is not there, where its role lives.
     """
+    from rlctl.device import named_device
+
+    device = named_device(config.trainer.device)
     for role, pool in config.roles_used().items():
         name, kind = config.backend_of(role)
-        home(config.runtime.python_of(pool), plugins, (name, kind)).require_backend(name, kind)
+        home(config.runtime.python_of(pool), plugins, (name, kind)).require_backend(name, kind, device)
 
 
 def require_imports(config: RunConfig, plugins: PluginSet, device: str | None, notice: Callable[[str], None]) -> None:

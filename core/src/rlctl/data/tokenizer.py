@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlctl import extensions
 from rlctl.data.faults import show_path
 from rlctl.errors import DataError
 
@@ -44,6 +45,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         raise DataError(
             "tokenizers need the transformers library, which is not installed", next="pip install rlctl-plugin-fsdp"
         )
+    extensions.shield()
     from transformers import AutoTokenizer
 
     try:

@@ -17,7 +17,16 @@ from rlctl.doctor import environment
 from rlctl.doctor.report import BackendReport, DoctorError, DoctorReport
 from rlctl.errors import UsageError
 from rlctl.evidence import save_evidence
-from rlctl.plugins import BackendRecord, PluginEntry, Stage, backend_records, declaration_failed, stage_one, stage_three
+from rlctl.plugins import (
+    BackendRecord,
+    PluginEntry,
+    Stage,
+    absent_device,
+    backend_records,
+    declaration_failed,
+    stage_one,
+    stage_three,
+)
 from rlctl.probing import Outcome, Task, run_probes
 from rlctl.records import BackendSpec, CheckResult, CheckStatus, EvidenceLevel, EvidenceRecord
 from rlctl.requirements import installed_version, required_dist
@@ -120,7 +129,7 @@ class _Doctor:
     def _row(self, record: BackendRecord, entry: PluginEntry) -> BackendReport:
         status, cause, mend = CheckStatus.OK, (), ""
         if record.problems:
-            status, cause, mend = CheckStatus.FAIL, record.problems, record.next
+            status, cause, mend = _failed(record.spec, record.problems, record.next)
         elif entry.status is CheckStatus.WARN:
             status, cause, mend = entry.status, entry.cause, entry.next
         spec = record.spec
@@ -161,11 +170,15 @@ class _Doctor:
     ) -> None:
         """Keep that a backend imports here as evidence of this machine."""
         result = runtime.result or {}
-        device = next(iter(result.get("devices", {})), "cpu")
+        found = next(iter(result.get("devices", {})), "cpu")
         for row in rows:
-            if row.status is CheckStatus.FAIL or "devices" not in result:
+            if row.status not in (CheckStatus.OK, CheckStatus.WARN) or "devices" not in result:
                 continue
             spec = specs[row.name, str(row.kind), row.dist]
+            # Another dist may own the name on the device that is here: what imports is of the device that it answers.
+            device = next((kind for kind in (found, "cpu") if kind in dict(spec.devices)), None)
+            if device is None:
+                continue
             dists = [required_dist(r) for r in spec.requirements]
             record = EvidenceRecord(
                 backend=spec.name,
@@ -180,6 +193,7 @@ class _Doctor:
                 world_size=1,
                 deltas={},
                 date=datetime.now(UTC).date().isoformat(),
+                simulated=device in result.get("simulated", ()),
             )
             with contextlib.suppress(OSError):  # a home that cannot be written only costs the memory of it
                 save_evidence(record, f"importable-{spec.name}-{device}")
@@ -194,10 +208,13 @@ class _Doctor:
         row = replace(row, stage=Stage.REGISTERED)
         causes = outcome_causes(outcome, self.timeout_s)
         if causes:
-            mend = (outcome.result or {}).get("next") or remedy.for_import(candidate, causes, spec.requirements)
+            mend = (outcome.result or {}).get("next") or remedy.for_import(
+                candidate, causes, spec.requirements, spec.remedies
+            )
             if outcome.timed_out:
                 mend = _slow_or_stuck(row.name, candidate, self.timeout_s)
-            return replace(row, status=CheckStatus.FAIL, cause=tuple(c.line for c in causes), next=mend)
+            status, lines, mend = _failed(spec, tuple(c.line for c in causes), mend)
+            return replace(row, status=status, cause=lines, next=mend)
         if outcome.stdout.strip():
             cause = (*row.cause, remedy.chatter(outcome.stdout))
             return replace(row, status=CheckStatus.WARN, cause=cause, next=row.next or remedy.upgrade(candidate))
@@ -247,6 +264,12 @@ class _Doctor:
         return chosen + [
             c for dist, c in self.plugin_checks if plugins is None or dist in plugins or c.name in self.names
         ]
+
+
+def _failed(spec: BackendSpec, causes: tuple[str, ...], mend: str) -> tuple[CheckStatus, tuple[str, ...], str]:
+    """Status, cause and remedy of a backend that does not work: one whose devices this machine has not is passed over."""
+    away = absent_device(spec)
+    return (CheckStatus.SKIP, (*causes, away), mend) if away else (CheckStatus.FAIL, causes, mend)
 
 
 def _owned(entry: PluginEntry) -> list[tuple[str, BackendSpec]]:

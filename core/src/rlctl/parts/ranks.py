@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import datetime
-import importlib
 import os
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from rlctl import device as devices
 from rlctl.errors import CapabilityError, EngineError
 
-COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
-"""Device type -> torch's words for the collectives of a process: CPU tensors can be reduced everywhere."""
+KNOWN = ("cpu", "cuda", "npu")
+"""Device types that core has calls for."""
 
 
-def take_device(backend: str, name: str, world_size: int, known: tuple[str, ...] = tuple(COLLECTIVES)) -> torch.device:
+def take_device(backend: str, name: str, world_size: int, known: tuple[str, ...] = KNOWN) -> torch.device:
     """The device ``name`` of this process, made current. Without an index ranks take theirs from ``LOCAL_RANK``.
 
     Args:
@@ -26,34 +26,25 @@ def take_device(backend: str, name: str, world_size: int, known: tuple[str, ...]
     Raises:
         CapabilityError: a device type that the backend or this process has not.
     """
-    kind = name.partition(":")[0]
+    kind, _, index = name.partition(":")
     if kind not in known:
         raise CapabilityError(f"{backend} knows no such device", found=name, wanted=", ".join(known))
     if kind == "cpu":
         return torch.device("cpu")
-    if kind == "npu":
-        # torch has no such device type until Ascend's adapter has registered it.
-        try:
-            importlib.import_module("torch_npu")
-        except ImportError as error:
-            raise CapabilityError(
-                "device npu needs torch_npu", found=str(error), next="pip install torch_npu"
-            ) from error
-    wanted = torch.device(name)
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found is None or found.type != wanted.type:
+    if not devices.is_available(kind):
         raise CapabilityError(
-            f"this process has no {wanted.type} device",
-            found=found.type if found else "cpu only",
-            wanted=wanted.type,
+            f"this process has no {kind} device",
+            details=devices.absence_words(kind),
+            found=next((k for k in KNOWN if k != "cpu" and devices.is_available(k)), "cpu only"),
+            wanted=kind,
             next="set trainer.device=cpu, or run `rlctl doctor` to see what is installed",
         )
-    if wanted.index is not None:
-        index = wanted.index
+    if index:
+        number = int(index)
     else:
-        index = int(os.environ.get("LOCAL_RANK", "0")) if world_size > 1 else torch.accelerator.current_device_index()
-    torch.accelerator.set_device_index(index)
-    return torch.device(wanted.type, index)
+        number = int(os.environ.get("LOCAL_RANK", "0")) if world_size > 1 else devices.current_index(kind)
+    devices.set_device(kind, number)
+    return torch.device(kind, number)
 
 
 def join(world_size: int, device: torch.device, timeout_s: float) -> bool:
@@ -73,7 +64,7 @@ def join(world_size: int, device: torch.device, timeout_s: float) -> bool:
             )
         return False
     timeout = datetime.timedelta(seconds=timeout_s)
-    backend = COLLECTIVES[device.type]
+    backend = devices.collective_backend(device)
     if world_size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return True

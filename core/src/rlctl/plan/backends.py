@@ -106,8 +106,8 @@ def _judge(
         evidence, level = (str(found.level), found.level.rank) if holds else (str(EvidenceLevel.DECLARED), 0)
         if found.failed:
             elsewhere = "a comparison failed here: rlctl capabilities --backend " + spec.name
-        elif found.stale:
-            elsewhere = f"{str(found.level).replace('_', ' ')}, {found.reasons[0]}"
+        elif found.stale and found.proof is not None:
+            elsewhere = f"{str(found.proof.record.level).replace('_', ' ')}, {found.reasons[0]}"
     install = _install(spec, dist, state)
     choice = Choice(spec.name, spec.kind, dist, state, not reasons, tuple(reasons), evidence, elsewhere, install)
     return choice, level

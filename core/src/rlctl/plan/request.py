@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import model_validator
@@ -16,7 +15,7 @@ from rlctl.config.homes import home
 from rlctl.config.load import examine
 from rlctl.config.problems import Problem
 from rlctl.config.schema import RunConfig
-from rlctl.device import DEVICE_VARIABLE, VENDOR_VARIABLE
+from rlctl.device import DEVICE_VARIABLE, VENDOR_VARIABLE, in_sight
 from rlctl.interpreters.faults import InterpreterError
 from rlctl.records import BackendKind, BackendSpec
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from rlctl.plugins import PluginSet
 
 VENDORS = {"cuda": "nvidia", "npu": "huawei"}
-_DEVICE_FILES = (("cuda", "/dev/nvidiactl"), ("npu", "/dev/davinci_manager"))
 
 
 class _WithoutSums(RunConfig):
@@ -120,8 +118,8 @@ def _device(config: RunConfig) -> tuple[str, str]:
         return config.trainer.device, "trainer.device"
     if forced := os.environ.get(DEVICE_VARIABLE):
         return forced, DEVICE_VARIABLE
-    for kind, file in _DEVICE_FILES:
-        if Path(file).exists():
+    for kind in VENDORS:
+        if in_sight(kind):
             return kind, "this machine has one"
     return "cpu", "this machine shows no accelerator; --device cuda plans for another one"
 

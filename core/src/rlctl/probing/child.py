@@ -120,6 +120,7 @@ def _register(task: dict[str, Any], step: _Steps) -> dict[str, Any]:
     """Stage 4: what ``train`` does in every rank before it builds the engine, without building it."""
     import importlib
 
+    from rlctl import extensions
     from rlctl.codec import spec_from_json
     from rlctl.declare import call_one, captured_output, load_object, register
     from rlctl.declare import new_manager as make_manager
@@ -132,6 +133,8 @@ def _register(task: dict[str, Any], step: _Steps) -> dict[str, Any]:
         with captured_output():
             plugin = load_object(candidate.target)
             register(manager, plugin, candidate)
+        # As in a rank: an extension that is broken is no fault of a backend that does not need it.
+        extensions.shield(spared=spec.imports)
         step(f"importing {spec.config} (its config model)")
         settings = _default_settings(load_object(spec.config))
         step(f"preparing the process for {spec.name} (rlctl_prepare_process of {candidate.dist})")
@@ -180,15 +183,19 @@ def _runtime(task: dict[str, Any], step: _Steps) -> dict[str, Any]:
             "hip_build": getattr(torch.version, "hip", None),
             "threads": torch.get_num_threads(),
             "devices": {},
+            "simulated": [],
             "extensions": {},
         }
+        # Before anything is asked of them: one that does not load is hidden from then on.
+        for point in _backend_extensions():
+            step(f"loading the device extension {point.name} of torch")
+            out["extensions"][point.name] = _guarded(lambda p=point: {"ok": bool(p.load()() or True)}, step)
         for kind in ("cuda", "npu"):
             if device.is_available(kind):
                 names = [device.device_name(f"{kind}:{i}") for i in range(device.device_count(kind))]
                 out["devices"][kind] = names
-        for point in _backend_extensions():
-            step(f"loading the device extension {point.name} of torch")
-            out["extensions"][point.name] = _guarded(lambda p=point: {"ok": bool(p.load()() or True)}, step)
+                if device.is_simulated(kind):
+                    out["simulated"].append(kind)
         return out
 
     return _guarded(action, step)

@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from rlctl import __version__
 from rlctl.causes import is_own_frame
+from rlctl.extensions import AUTOLOAD_VARIABLE
 from rlctl.interpreters.program import Program
 from rlctl.records import API_VERSION
 
@@ -148,7 +149,7 @@ def _start(task: Task) -> tuple[list[str], Mapping[str, str], dict[str, Any]]:
 
 def _environment() -> dict[str, str]:
     # Autoloading hides which extension broke: with it a plain `import torch` fails for every backend at once.
-    return {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
+    return {AUTOLOAD_VARIABLE: "0", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
 
 
 def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl import device as devices
-from rlctl import registry
+from rlctl import extensions, registry
 from rlctl.batch import PackedBatch
 from rlctl.config.schema import ModelConfig
 from rlctl.device import Device
@@ -50,6 +50,7 @@ class Worker:
         self.boot = boot
         self.plugins = plugins
         self.device = Device(boot.device, boot.vendor)
+        extensions.shield()
         self.engines: dict[str, Engine] = {}
         self._notice = notice if boot.rank == 0 and notice is not None else lambda text: None
         self._emit: Emit = lambda value: None

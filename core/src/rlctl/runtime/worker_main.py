@@ -20,6 +20,7 @@ import threading
 import traceback
 from typing import Any, NoReturn
 
+from rlctl import extensions
 from rlctl.runtime import phases, wire
 from rlctl.runtime.channel import Frame, FrameReader, FrameWriter, pack
 from rlctl.runtime.failures import error_record
@@ -71,6 +72,7 @@ class Line:
 
 def main(pool: str, rank: int, descriptors: tuple[int, ...], parent: int, scratch: str) -> int:
     """Serve until told to stop. Returns the exit code."""
+    extensions.keep_from_loading()
     sock, board = descriptors
     start_guard(parent, os.environ.get(MARKER, ""), scratch)
     # Into the rank's log: of a fatal signal the stack, and of a hanging rank all stacks when it is asked for them.

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from rlctl.codec import evidence_to_json
-from rlctl.device import detect_device
+from rlctl.device import detect_device, is_simulated
 from rlctl.records import EvidenceLevel, EvidenceRecord
 
 DIRECTORY_VARIABLE = "RLCTL_EVIDENCE_DIR"
@@ -62,7 +62,7 @@ def record_evidence(
         # Three significant digits: more would differ from run to run and prove nothing.
         deltas={k: float(f"{v:.2e}") for k, v in sorted(deltas.items())},
         date=datetime.now(UTC).date().isoformat(),
-        simulated=simulated,
+        simulated=simulated or is_simulated(device),
     )
     path = Path(folder) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.codec import evidence_from_json
-from rlctl.device import Device, is_available
+from rlctl.device import Device, is_simulated
 from rlctl.evidence import save_evidence
 from rlctl.plugins import BackendRecord
 from rlctl.records import EvidenceLevel, EvidenceRecord, ModelType
@@ -141,7 +141,7 @@ def record_case(case: Case, backend: BackendRecord, device: Device) -> tuple[str
         # JSON knows no infinity.
         deltas={q: float(f"{min(d.value, 1e300):.2e}") for q, d in case.deltas.items()},
         date=datetime.now(UTC).date().isoformat(),
-        simulated=not is_available(device.type),
+        simulated=is_simulated(device),
         extra=extra,
     )
     return str(save_evidence(record, record_name(case))), messages

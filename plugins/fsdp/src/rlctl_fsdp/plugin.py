@@ -11,7 +11,8 @@ REQUIREMENTS = ("torch>=2.11,<2.15", "transformers>=5.17,<6", "safetensors>=0.5"
 INSTALL_HINT = "pip install rlctl-plugin-fsdp"
 
 _TRAIN_DEVICES = ("cpu", "cuda", "npu")
-_ROLLOUT_DEVICES = ("cpu", "cuda")
+_ROLLOUT_DEVICES = ("cpu", "cuda", "npu")
+_ON_A_DOUBLE = "tests/test_ascend.py::test_fsdp2_and_hf_run_on_the_simulated_npu"
 
 _TRAIN_CELLS: dict[Axis, tuple[Support, str]] = {
     Axis.DP_SHARD: (Support.SUPPORTED, "fully_shard of every layer over the ranks of a replica"),
@@ -93,6 +94,7 @@ def rlctl_backends() -> list[BackendSpec]:
             install_hint=INSTALL_HINT,
             aliases=("fsdp",),
             summary="PyTorch FSDP2: any Hugging Face causal LM, critics, packed rows, one rank or many, HSDP and Ulysses",
+            routing_tests={"npu": _ON_A_DOUBLE},
         ),
         BackendSpec(
             name="hf",
@@ -107,5 +109,6 @@ def rlctl_backends() -> list[BackendSpec]:
             imports=("torch", "transformers", "rlctl_fsdp.rollout"),
             install_hint=INSTALL_HINT,
             summary="Embedded generation with transformers, in the training process",
+            routing_tests={"npu": _ON_A_DOUBLE},
         ),
     ]

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from rlctl import device as devices
 from rlctl.engine import EngineInfo, MeshInfo
 from rlctl.errors import EngineError
 from rlctl.generation import Completion, GenerateRequest, ScoreRequest, TokenScores
@@ -68,8 +69,7 @@ class HFRollout:
         device = str(values.pop("device", "cpu"))
         self.settings = HFRolloutConfig(**values)
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        if device == "cuda":
-            device = f"cuda:{torch.cuda.current_device()}"
+        device = devices.indexed(device)
         self.device = torch.device(device)
         # Every rank generates for prompts of its own: to the data there is one dimension, whatever the trainer's mesh.
         return MeshInfo(rank=rank, world_size=world, dp_rank=rank, dp_size=world, device=device)
@@ -160,7 +160,7 @@ class HFRollout:
         if self.settings.dtype != "auto":
             wanted = _DTYPES[self.settings.dtype]
         else:
-            wanted = torch.bfloat16 if held is torch.float32 and self.device.type == "cuda" and self.attached else held
+            wanted = torch.bfloat16 if held is torch.float32 and self.device.type != "cpu" and self.attached else held
         return nullcontext() if wanted is held else torch.autocast(self.device.type, dtype=wanted)
 
     @torch.no_grad()
@@ -168,7 +168,7 @@ class HFRollout:
         """Run ``job(module, make_runner)`` while the module is in generation mode."""
         module = self._served()
         where = next(module.parameters()).device
-        if where.type != self.device.type:
+        if where.type != devices.tensor_type(self.device):
             raise EngineError(
                 "the shared training module is not on the rollout's device",
                 found=str(where),

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from rlctl import device as devices
 from rlctl.errors import CheckpointError
 from rlctl.parts.job import Root
 from rlctl_fsdp.export import persistent_tensors
@@ -133,9 +134,8 @@ def _check_present(path: Path, targets: Mapping[str, Any]) -> None:
 
 def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
     state = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        state[device.type] = torch.get_device_module(device).get_rng_state()
-    return state
+    there = devices.random_state(device)
+    return state if there is None else {**state, device.type: there}
 
 
 def _restore_random_state(path: Path, device: torch.device) -> None:
@@ -143,5 +143,4 @@ def _restore_random_state(path: Path, device: torch.device) -> None:
         raise CheckpointError("the random state of this rank is missing", found=f"no {path.name}", wanted=str(path))
     state = load_file(path)
     torch.set_rng_state(state["cpu"])
-    if device.type != "cpu" and device.type in state:
-        torch.get_device_module(device).set_rng_state(state[device.type])
+    devices.set_random_state(device, state.get(device.type))

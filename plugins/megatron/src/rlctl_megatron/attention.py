@@ -24,10 +24,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlctl.errors import EngineError
+from rlctl_megatron import compat
 from rlctl_megatron.layout import zigzag
 
 _CAUSAL = (None, AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -62,9 +62,7 @@ class PackedAttention(MegatronModule):
         assert attn_mask_type in _CAUSAL, attn_mask_type
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         softmax = getattr(config, "softmax_type", "vanilla")
-        window, skip = config.window_size, config.window_attn_skip_freq
-        if skip is not None and not is_layer_window_attention(window, skip, layer_number):
-            window = None
+        window = compat.window_of(config, layer_number)
         for asked, found in (
             ("attention dropout", dropout if dropout else None),
             ("a softmax of another kind", softmax if softmax != "vanilla" else None),

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from rlctl import device as devices
 from rlctl.errors import ConfigError
 from rlctl.records import ModelType
+from rlctl_megatron import compat
 from rlctl_megatron.architecture import Architecture
 from rlctl_megatron.config import MegatronConfig
 from rlctl_megatron.families import Family, Layout, Split
 from rlctl_megatron.loading import Chunk, chunk_sites
 from rlctl_megatron.mapping import layers_of, padded_vocab
 from rlctl_megatron.mesh import Place
-from rlctl_megatron.specs import ChunkModel, is_first, is_last
+from rlctl_megatron.specs import ChunkModel
 
 
 @dataclass(frozen=True)
@@ -156,41 +156,31 @@ def build_chunks(
         engine: of Transformer Engine's modules.
     """
     t = place.topology
-    # The tracker of random states must know its names, though nothing here draws from them.
-    with _random_state_kept(place.device):
-        model_parallel_cuda_manual_seed(0, force_reset_rng=True)
+    # The tracker of random states must know its names, though nothing here draws from them. It seeds the process; whoever draws
+    # after an engine was built must not see that.
+    with devices.kept_random_state(place.device):
+        compat.seed_random_states()
     chunks: list[Chunk] = []
     for number in range(t.vpp):
         stage = number if t.vpp > 1 else None
-        first, last = is_first(stage), is_last(stage)
-        module = ChunkModel(
-            config,
-            architecture,
-            padded_vocab(architecture.vocab_size, t.tp),
-            first=first,
-            last=last,
-            value=family.head is ModelType.VALUE_MODEL,
-            engine=engine,
-            vp_stage=stage,
-        ).to(place.device)
+        first, last = compat.is_first(stage), compat.is_last(stage)
+        with compat.at_stage(stage):
+            module = ChunkModel(
+                config,
+                architecture,
+                padded_vocab(architecture.vocab_size, t.tp),
+                first=first,
+                last=last,
+                value=family.head is ModelType.VALUE_MODEL,
+                engine=engine,
+                vp_stage=stage,
+            ).to(place.device)
+        compat.settle_experts(module)
         layers = layers_of(t, architecture.num_layers, place.pp_rank, number)
         assert len(layers) == len(module.decoder.layers), "megatron and the mapping count layers alike"
         chunks.append(Chunk(module, layers, first, last))
         _mark_split(chunks[-1], family, place)
     return chunks
-
-
-@contextlib.contextmanager
-def _random_state_kept(device: torch.device) -> Iterator[None]:
-    """megatron's tracker seeds the process; whoever draws after an engine was built must not see that."""
-    accelerator = None if device.type == "cpu" else torch.get_device_module(device)
-    before, there = torch.get_rng_state(), None if accelerator is None else accelerator.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before)
-        if accelerator is not None and there is not None:
-            accelerator.set_rng_state(there)
 
 
 def _mark_split(chunk: Chunk, family: Family, place: Place) -> None:

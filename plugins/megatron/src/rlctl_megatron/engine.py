@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -38,10 +38,18 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class MegatronEngine:
-    """Provider of the engine hooks. Built by :class:`rlctl.engine.Engine`; takes no arguments."""
+    """Provider of the engine hooks. Built by :class:`rlctl.engine.Engine`; takes no arguments.
+
+    A plugin for another device inherits it and says which; see :attr:`devices`, :attr:`config_model`, :meth:`_kernel_device`.
+    """
+
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    """Device types that it runs on."""
+    config_model: ClassVar[type[MegatronConfig]] = MegatronConfig
+    """Its ``engine`` section."""
 
     def __init__(self) -> None:
-        self._config = MegatronConfig()
+        self._config = self.config_model()
         self._topology = Topology()
         self._place = Place(Topology(), torch.device("cpu"))
         self._architecture: Architecture | None = None
@@ -58,9 +66,9 @@ class MegatronEngine:
     @hookimpl
     def rlctl_build_mesh(self, topology: Topology, settings: Mapping[str, Any]) -> MeshInfo:
         """See :class:`rlctl.hookspecs.EngineSpecs`. The axes are those of :data:`rlctl_megatron.mesh.AXES`."""
-        self._config = MegatronConfig(**{k: v for k, v in settings.items() if k != "device"})
+        self._config = self.config_model(**{k: v for k, v in settings.items() if k != "device"})
         self._topology = topology
-        info, self._place = mesh.settle(topology, settings, self._config.collective_timeout_s)
+        info, self._place = mesh.settle(topology, settings, self._config.collective_timeout_s, self.devices)
         self._left = False
         return info
 
@@ -101,7 +109,7 @@ class MegatronEngine:
         hf = load_config(model)
         architecture = read_architecture(hf)
         head = ModelType(model.get("model_type") or ModelType.LANGUAGE_MODEL)
-        dtype = build.compute_dtype(config, model, place.device)
+        dtype = build.compute_dtype(config, model, self._kernel_device())
         engine = build.uses_transformer_engine(config, place.device, dtype)
         settings = build.transformer_config(architecture, place, config, dtype)
         family = family_of(hf.to_dict(), head)
@@ -115,6 +123,10 @@ class MegatronEngine:
             chunk.module.requires_grad_(not forward_only)
         self._architecture, self._family, self._built = architecture, family, built
         return built, family, architecture, engine
+
+    def _kernel_device(self) -> torch.device:
+        """Whose kernels compute: it decides the dtype that ``auto`` stands for."""
+        return self._place.device
 
     def _distributed_optimizer(self, optimizer: Mapping[str, Any]) -> bool:
         choice = self._config.distributed_optimizer

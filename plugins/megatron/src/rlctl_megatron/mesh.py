@@ -24,9 +24,9 @@ from rlctl.engine import MeshInfo
 from rlctl.errors import CapabilityError
 from rlctl.parts import ranks
 from rlctl.topology import Topology
+from rlctl_megatron import compat
 
 AXES = ("dp_shard", "tp", "sp", "pp", "vpp", "cp", "ep", "etp")
-_DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,13 @@ _layout: tuple[Topology, int, bool] | None = None
 """Of this process's groups: sizes, engines that use them, and whether one of these made the group of all ranks."""
 
 
-def settle(topology: Topology, settings: Mapping[str, Any], timeout_s: float) -> tuple[MeshInfo, Place]:
+def settle(
+    topology: Topology, settings: Mapping[str, Any], timeout_s: float, known: tuple[str, ...] = ("cpu", "cuda")
+) -> tuple[MeshInfo, Place]:
     """Join the process group, build megatron's groups, and report this rank's place.
+
+    Args:
+        known: device types that the engine runs on.
 
     Raises:
         CapabilityError: an axis that this backend has not, a device type that this process has not, or another layout than
@@ -76,7 +81,7 @@ def settle(topology: Topology, settings: Mapping[str, Any], timeout_s: float) ->
             wanted=", ".join(AXES),
             next="`rlctl capabilities` shows which backend has the axis",
         )
-    device = ranks.take_device("megatron", str(settings.get("device", "cpu")), topology.world_size, _DEVICES)
+    device = ranks.take_device("megatron", str(settings.get("device", "cpu")), topology.world_size, known)
     owns = ranks.join(topology.world_size, device, timeout_s)
     try:
         _share_groups(topology, timeout_s, owns)
@@ -115,12 +120,11 @@ def leave(place: Place) -> None:
         _layout = (sizes, users - 1, made_world)
         return
     _layout = None
-    made = [g for g in parallel_state._global_process_group_list or () if g is not None]
-    parallel_state.destroy_model_parallel()
+    made = compat.forget_groups()
     # megatron only forgets its groups, about thirty of them, each with threads and, on a GPU, memory.
     RotaryEmbedding.forward.cache_clear()  # it keeps modules of every engine, and so their groups
     gc.collect()  # modules in cycles hold some
-    for group in dict.fromkeys(made):
+    for group in made:
         dist.destroy_process_group(group)
     if made_world and dist.is_initialized():
         dist.destroy_process_group()
@@ -139,7 +143,7 @@ def _share_groups(topology: Topology, timeout_s: float, made_world: bool) -> Non
             )
         _layout = (sizes, users + 1, made_before or made_world)
         return
-    parallel_state.initialize_model_parallel(
+    compat.initialize_groups(
         tensor_model_parallel_size=topology.tp,
         pipeline_model_parallel_size=topology.pp,
         virtual_pipeline_model_parallel_size=topology.vpp if topology.vpp > 1 else None,

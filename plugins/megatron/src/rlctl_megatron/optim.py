@@ -15,7 +15,7 @@ from rlctl.engine import StepOutput
 from rlctl.errors import ConfigError, EngineError
 from rlctl.schedule import lr_factor
 from rlctl_megatron.build import Built
-from rlctl_megatron.standins import building
+from rlctl_megatron.standins import building, cast_no_fp8
 
 
 class Stepper:
@@ -143,5 +143,7 @@ def _optimizer(built: Built, settings: Mapping[str, Any], device: torch.device, 
         params_dtype=built.config.params_dtype,
         use_distributed_optimizer=distributed,
     )
+    if distributed:
+        cast_no_fp8()
     with building(device.type):
         return get_megatron_optimizer(config, list(built.wrapped), use_gloo_process_groups=False)  # type: ignore[arg-type]

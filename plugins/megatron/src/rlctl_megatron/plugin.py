@@ -10,7 +10,7 @@ from rlctl.records import Axis, BackendKind, BackendSpec, Capability, Check, Che
 
 REQUIREMENTS = (
     "torch>=2.11,<2.15",
-    "megatron-core>=0.16.1,<0.20",
+    "megatron-core>=0.12.1,!=0.13.*,!=0.14.*,!=0.15.*,!=0.16.0,<0.20",
     "transformers>=5.17,<6",
     "safetensors>=0.5",
     "psutil>=5.9",

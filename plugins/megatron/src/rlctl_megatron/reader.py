@@ -14,13 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch.nn import functional as F
 
 from rlctl.errors import BatchError
+from rlctl_megatron import compat
 from rlctl_megatron.layout import Laid
 from rlctl_megatron.token_stats import VocabShard, raw_logits, squared_probs, token_stats, top_tokens
 
@@ -44,7 +42,7 @@ def predicting(
         return whole.index_select(0, laid.predictors)
     # The scored tokens first: fewer numbers to sum.
     picked = hidden.index_select(0, laid.predictors)
-    return copy_to_tensor_model_parallel_region(picked, tp_group) if vocab_parallel and picked.numel() else picked
+    return compat.copy_to_tensor_ranks(picked, tp_group) if vocab_parallel and picked.numel() else picked
 
 
 def assemble(values: torch.Tensor, index: torch.Tensor, total: int, group: dist.ProcessGroup) -> torch.Tensor:

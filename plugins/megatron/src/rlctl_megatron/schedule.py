@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +18,13 @@ from rlctl.engine import MicroOutput
 from rlctl.logits import LossFn, LossOutput
 from rlctl.parts.outputs import detached, on_device, to_micro_output
 from rlctl.runtime.phases import beat
+from rlctl_megatron import compat
 from rlctl_megatron.build import Built
 from rlctl_megatron.layout import Laid, lay_out, num_filled
 from rlctl_megatron.mesh import Place
 from rlctl_megatron.reader import ValueReader, VocabParallelReader, predicting
 from rlctl_megatron.specs import ChunkModel
+from rlctl_megatron.standins import building
 from rlctl_megatron.token_stats import VocabShard
 
 
@@ -82,7 +85,9 @@ def run(
     # Each chunk of an interleaved rank reads the micro-batches for itself.
     iterators = [iter(list(zip(micro_batches, least, strict=True))) for _ in built.wrapped]
     many = len(built.wrapped) > 1
-    with torch.set_grad_enabled(not forward_only):
+    # 0.12.1's pipeline schedule moves a counter to the device by the tensor's own method.
+    calls = building(place.device.type) if compat.STAGE_BY_GLOBAL else nullcontext()
+    with torch.set_grad_enabled(not forward_only), calls:
         schedule(
             forward_step_func=forward,
             data_iterator=iterators if many else iterators[0],

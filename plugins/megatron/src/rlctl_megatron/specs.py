@@ -10,15 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import nn
 
+from rlctl_megatron import compat
 from rlctl_megatron.architecture import Architecture
 from rlctl_megatron.attention import PackedAttention
 
@@ -45,7 +44,7 @@ class RMSNorm(nn.Module):
 
 def block_spec(config: TransformerConfig, vp_stage: int | None, *, engine: bool) -> TransformerBlockSubmodules:
     """The layers that this rank builds for one chunk; with ``engine`` as megatron-core makes them of Transformer Engine."""
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage)
+    spec = compat.decoder_spec(config, vp_stage, engine=engine)
     if engine:
         return spec
     assert spec.layer_specs is not None
@@ -91,7 +90,7 @@ class ChunkModel(GPTModel):
             parallel_output=True,
             share_embeddings_and_output_weights=tied,
             position_embedding_type="rope",
-            vp_stage=vp_stage,
+            **compat.stage_argument(vp_stage),
         )
         self.value_head: nn.Linear | None = None
         self.of_engine = engine
@@ -113,11 +112,25 @@ class ChunkModel(GPTModel):
             return found
         here = (args[0] == self._padding)[..., None]  # [1, T, 1], as found without sp
         if module.reduce_scatter_embeddings:  # found: [T / tp, 1, D]
-            here = here.transpose(0, 1).chunk(module.tp_group.size())[module.tp_group.rank()]
+            group = compat.embedding_group(module)
+            here = here.transpose(0, 1).chunk(group.size())[group.rank()]
         return torch.where(here, found.detach(), found)
 
     def _device(self) -> torch.device:
         return next(self.parameters()).device
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: None = None,
+        *,
+        packed_seq_params: PackedSeqParams,
+    ) -> torch.Tensor:
+        """``[1, f]`` tokens of rows that lie end to end; what comes out is told by the class."""
+        if compat.STAGE_BY_GLOBAL:
+            return compat.hidden_states(self, input_ids, position_ids, packed_seq_params)
+        return super().forward(input_ids, position_ids, attention_mask, packed_seq_params=packed_seq_params)  # type: ignore[arg-type]
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:  # type: ignore[override]
         return hidden_states
@@ -128,9 +141,7 @@ class ChunkModel(GPTModel):
         """As megatron-core's; its language module takes it for granted that the last stage has a vocabulary."""
         if self.value_head is None:
             return super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        return MegatronModule.sharded_state_dict(
-            self, prefix, sharded_offsets, ensure_metadata_has_dp_cp_group(metadata)
-        )
+        return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, compat.sharding_metadata(metadata))
 
     def head_weight(self) -> torch.Tensor:
         """``[V / tp, D]`` this rank's rows of the head (last stage only)."""
@@ -139,13 +150,3 @@ class ChunkModel(GPTModel):
         weight = self.output_layer.weight
         assert weight is not None, "an untied head has rows of its own"
         return weight
-
-
-def is_first(vp_stage: int | None) -> bool:
-    """Whether this rank's chunk holds the embedding."""
-    return parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
-
-
-def is_last(vp_stage: int | None) -> bool:
-    """Whether this rank's chunk holds the final norm and the head."""
-    return parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)

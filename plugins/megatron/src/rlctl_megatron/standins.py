@@ -18,6 +18,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from rlctl.device import detect_device
 from rlctl.errors import BackendUnavailableError
 from rlctl_megatron import versions
 
@@ -54,6 +55,9 @@ _REDIRECTED = (
 )
 
 
+_VERSIONS = ">=0.12.1,<0.13 | >=0.16.1,<0.17"
+
+
 @dataclass(frozen=True)
 class StandIn:
     """One replacement.
@@ -61,7 +65,7 @@ class StandIn:
     Args:
         replaces: what is redirected, in words.
         unproved: the path of the GPU that a run on a CPU therefore says nothing about.
-        versions: of megatron-core for which it was written.
+        versions: of megatron-core for which it was written, ranges joined by ``|``.
         apply: does it; safe to call again.
     """
 
@@ -72,7 +76,7 @@ class StandIn:
     apply: Callable[[], None]
 
     def applies_to(self, version: Version) -> bool:
-        return SpecifierSet(self.versions, prereleases=True).contains(version)
+        return any(SpecifierSet(r, prereleases=True).contains(version) for r in self.versions.split("|"))
 
 
 def prepare(device: object) -> list[str]:
@@ -85,9 +89,7 @@ def prepare(device: object) -> list[str]:
         BackendUnavailableError: a version for which no stand-in was written.
     """
     if device is None:
-        import torch
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = detect_device().type
     if str(device).partition(":")[0] != "cpu":
         return []
     version = versions.installed()
@@ -216,8 +218,10 @@ def _on_cpu(function: Callable[..., Any], torch: Any) -> Callable[..., Any]:
 def _redirect_cuda_calls() -> None:
     import torch
 
+    from rlctl_megatron import compat
+
     redirect: _Redirect | None = None
-    for name in _REDIRECTED:
+    for name in compat.redirected_modules(_REDIRECTED):
         module = importlib.import_module(f"megatron.core.{name}")
         if not getattr(module.torch, "rlctl_stand_in", False):
             redirect = redirect or _Redirect(torch)
@@ -243,6 +247,26 @@ def name_router_gemm() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
+
+
+def cast_no_fp8() -> None:
+    """Without Transformer Engine 0.12.1's distributed optimizer fails after each step, for it asks to cast weights of eight bits, of
+    which there are none.
+
+    On every device: the engine calls this wherever moments are sharded. Of another version it is none's business.
+    """
+    from megatron.core.optimizer import distrib_optimizer
+
+    cast: Any = distrib_optimizer.quantize_param_shard
+    if not versions.is_legacy(versions.installed()) or getattr(cast, "rlctl_stand_in", False):
+        return
+
+    def cast_some(weights: Any, *others: Any, **more: Any) -> None:
+        if weights:
+            cast(weights, *others, **more)
+
+    cast_some.rlctl_stand_in = True  # type: ignore[attr-defined]
+    distrib_optimizer.quantize_param_shard = cast_some
 
 
 def _split_sizes_to_numbers() -> None:
@@ -288,7 +312,7 @@ _CUDA_CALLS = StandIn(
     "cuda-calls",
     "torch.cuda device, stream and synchronisation calls, and device='cuda', in megatron-core's modules",
     "streams: overlap of communication and computation",
-    ">=0.16.1,<0.17",
+    _VERSIONS,
     _redirect_cuda_calls,
 )
 STAND_INS: tuple[StandIn, ...] = (
@@ -297,35 +321,42 @@ STAND_INS: tuple[StandIn, ...] = (
         "uneven-gather",
         "all_gather of tensors of several sizes, which gloo has not, by one of equal sizes (part of cuda-calls)",
         "NCCL's own way to do it",
-        ">=0.16.1,<0.17",
+        _VERSIONS,
         _redirect_cuda_calls,
     ),
     StandIn(
         "random-state",
         "the random state of the device by that of the CPU",
         "the device's own generator: dropout, which rlctl trains without",
-        ">=0.16.1,<0.17",
+        _VERSIONS,
         _use_cpu_random_state,
     ),
     StandIn(
         "router-gemm-name",
         "te_general_gemm, a name that megatron-core 0.16 leaves undefined without Transformer Engine",
         "the router's product by Transformer Engine",
-        ">=0.16.1,<0.17",
+        _VERSIONS,
         name_router_gemm,
+    ),
+    StandIn(
+        "no-fp8-cast",
+        "the cast of weights of eight bits, of which there are none, which megatron-core 0.12 leaves to Transformer Engine",
+        "weights of eight bits, which rlctl does not train",
+        ">=0.12.1,<0.13",
+        cast_no_fp8,
     ),
     StandIn(
         "split-sizes",
         "the move of all-to-all split sizes to the CPU, where they are already",
         "the copy on a side stream and its synchronisation",
-        ">=0.16.1,<0.17",
+        _VERSIONS,
         _split_sizes_to_numbers,
     ),
     StandIn(
         "tensor-calls",
         "tensor.cuda() and tensor.type() while models and optimizers are built (see building())",
         "the copy of a tied embedding to the device",
-        ">=0.16.1,<0.17",
+        _VERSIONS,
         lambda: None,
     ),
 )

@@ -27,16 +27,15 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from rlctl import device as devices
 from rlctl.errors import CheckpointError
-from rlctl_megatron import written
+from rlctl_megatron import compat, written
 from rlctl_megatron.agreement import together
 from rlctl_megatron.build import Built
 from rlctl_megatron.families import Family
 from rlctl_megatron.mesh import Place
 from rlctl_megatron.optim import Stepper
 from rlctl_megatron.written import Written
-
-_METADATA = {"distrib_optim_sharding_type": "dp_reshardable"}
 
 
 def save_state(path: Path, built: Built, stepper: Stepper, place: Place, family: Family) -> None:
@@ -52,7 +51,7 @@ def save_state(path: Path, built: Built, stepper: Stepper, place: Place, family:
     # waited for puts and gets in this process.
     filesystem_async._results_queue = queue.Queue()
     try:
-        dist_checkpointing.save(whole, str(path))
+        compat.save_sharded(whole, str(path))
     finally:
         filesystem_async._results_queue = None
 
@@ -93,7 +92,7 @@ def load_state(path: Path, built: Built, stepper: Stepper, place: Place, family:
         model.load_state_dict(loaded[key])
     if there.has_moments:
         with torch.no_grad():
-            stepper.optimizer.load_state_dict(loaded["optimizer"])
+            compat.load_moments(stepper.optimizer, stepper.parts(), loaded["optimizer"])
         _count_steps(stepper, there.num_steps)
     else:
         for part in stepper.parts():
@@ -108,8 +107,7 @@ def load_state(path: Path, built: Built, stepper: Stepper, place: Place, family:
     stepper.drop_gradients()
     stepper.set_decay()
     torch.set_rng_state(random_state["cpu"])
-    if place.device.type != "cpu" and place.device.type in random_state:
-        torch.get_device_module(place.device).set_rng_state(random_state[place.device.type])
+    devices.set_random_state(place.device, random_state.get(place.device.type))
 
 
 def _read(path: Path, built: Built, stepper: Stepper, there: Written) -> dict[str, Any]:
@@ -118,7 +116,7 @@ def _read(path: Path, built: Built, stepper: Stepper, there: Written) -> dict[st
     try:
         whole = _sharded(built, stepper, loading=True, moments=there.has_moments)
         # megatron-core reads into the tensors that describe what is wanted: the live ones, until they are replaced.
-        return dist_checkpointing.load(dict_list_map_outplace(_on_host, whole), str(path))  # type: ignore[return-value]
+        return compat.load_sharded(dict_list_map_outplace(_on_host, whole), str(path))
     except (Exception, CheckpointException) as error:
         # Readers of damaged files raise whatever they stumble over, and what torch gathers from all ranks is no Exception.
         _restore(stepper, before)
@@ -196,13 +194,20 @@ def _models(built: Built) -> dict[str, Any]:
 
 def _sharded(built: Built, stepper: Stepper, *, loading: bool, moments: bool) -> dict[str, Any]:
     """The state of this rank's part, with its place in the whole."""
-    weights: dict[str, Any] = {key: model.sharded_state_dict() for key, model in _models(built).items()}
+    weights: dict[str, Any] = {}
+    for stage, (key, model) in enumerate(_models(built).items()):
+        with compat.at_stage(stage if len(built.models) > 1 else None):
+            weights[key] = model.sharded_state_dict()
     whole = dict(weights)
     if moments:
         if loading:
             _make_room(stepper)
-        whole["optimizer"] = stepper.optimizer.sharded_state_dict(
-            weights if len(weights) > 1 else weights["model"], is_loading=loading, metadata=_METADATA
+        whole["optimizer"] = compat.sharded_moments(
+            stepper.optimizer,
+            stepper.parts(),
+            weights if len(weights) > 1 else weights["model"],
+            loading=loading,
+            distributed=stepper.distributed,
         )
     return whole
 
@@ -268,9 +273,8 @@ def _count_steps(stepper: Stepper, num_steps: int) -> None:
 
 def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
     state = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        state[device.type] = torch.get_device_module(device).get_rng_state()
-    return state
+    there = devices.random_state(device)
+    return state if there is None else {**state, device.type: there}
 
 
 def _read_random_state(path: Path) -> dict[str, torch.Tensor]:

@@ -7,9 +7,8 @@ it does over many.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from veomni.distributed.torch_parallelize import (  # pyright: ignore[reportMiss
 )
 from veomni.models import build_foundation_model  # pyright: ignore[reportMissingImports]
 
+from rlctl import device as devices
 from rlctl.errors import CapabilityError, ConfigError, EngineError
 from rlctl.hf_config import load_config, starts_random
 from rlctl.parts import fsdp, values
@@ -116,7 +116,8 @@ def build(
     if head is ModelType.VALUE_MODEL:
         hf.tie_word_embeddings = False
     attention.register()
-    with _random_state_kept(place.device), quietly():
+    # VeOmni draws a value head that a checkpoint lacks; whoever draws after an engine was built must not see that.
+    with devices.kept_random_state(place.device), quietly():
         model = build_foundation_model(
             config_path=hf,
             weights_path=_EMPTY,
@@ -224,13 +225,6 @@ def _check_expert_sizes(hf: Any, place: Place) -> None:
                 wanted=f"a multiple of {shards}",
                 next="raise parallel.ep, or use fewer ranks",
             )
-
-
-@contextlib.contextmanager
-def _random_state_kept(device: torch.device) -> Iterator[None]:
-    """VeOmni draws a value head that a checkpoint lacks; whoever draws after an engine was built must not see that."""
-    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
-        yield
 
 
 def check_tied(built: Built) -> None:

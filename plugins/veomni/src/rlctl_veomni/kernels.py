@@ -34,7 +34,7 @@ def experts_implementation(config: VeOmniConfig, ep: int, device: torch.device, 
         BackendUnavailableError: the kernel for experts does not load here.
     """
     grouped = config.experts == "grouped" or (
-        config.experts == "auto" and (ep > 1 or (device.type == "cuda" and compute == torch.bfloat16))
+        config.experts == "auto" and (ep > 1 or (device.type != "cpu" and compute == torch.bfloat16))
     )
     if not grouped:
         if ep > 1:
@@ -61,6 +61,8 @@ def experts_implementation(config: VeOmniConfig, ep: int, device: torch.device, 
             wanted="engine.param_dtype auto or bfloat16; in float32 engine.experts eager and parallel.ep=1",
             next="set actor.engine.param_dtype=auto",
         )
+    if device.type == "npu":
+        return "fused_npu"
     if not is_fused_moe_available():
         raise BackendUnavailableError(
             "VeOmni's kernel for experts needs Triton",

@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 from veomni.distributed import parallel_state  # pyright: ignore[reportMissingImports]
 
 from rlctl import constraints
+from rlctl.device import is_available
 from rlctl.engine import MeshInfo
 from rlctl.errors import CapabilityError
 from rlctl.hf_config import load_config
@@ -29,7 +30,7 @@ from rlctl.parts.ulysses import Ulysses
 from rlctl.topology import Topology
 
 AXES = ("dp_replicate", "dp_shard", "usp", "ep")
-_DEVICES = ("cpu", "cuda")
+_DEVICES = ("cpu", "cuda", "npu")
 _CONSTRAINTS = ("heads_divisible_by_usp", "experts_divisible_by_ep", "ep_within_a_replica")
 
 
@@ -91,7 +92,7 @@ def settle(topology: Topology, settings: Mapping[str, Any], timeout_s: float) ->
     """
     check_axes(topology)
     device = ranks.take_device("veomni", str(settings.get("device", "cpu")), topology.world_size, _DEVICES)
-    if device.type == "cpu" and torch.cuda.is_available():
+    if device.type == "cpu" and is_available("cuda"):
         raise CapabilityError(
             "veomni takes the GPU wherever a process has one",
             found="device cpu, and a CUDA device in sight",

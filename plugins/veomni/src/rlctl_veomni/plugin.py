@@ -10,7 +10,7 @@ from rlctl.records import Axis, BackendKind, BackendSpec, Capability, Check, Che
 
 REQUIREMENTS = ("torch>=2.11,<2.15", "veomni>=0.1.12,<0.1.13", "transformers>=5.9,<5.10", "safetensors>=0.5")
 INSTALL_HINT = "pip install rlctl-plugin-veomni"
-DEVICES = ("cpu", "cuda")
+DEVICES = ("cpu", "cuda", "npu")
 
 _CELLS: dict[Axis, tuple[Support, str, str | None]] = {
     Axis.DP_SHARD: (Support.SUPPORTED, "FSDP2 of every layer over the ranks of a replica", None),
@@ -54,7 +54,14 @@ _ON_CUDA: dict[Axis, tuple[Support, str, str | None]] = {
         _CELLS[Axis.EP][2],
     ),
 }
-_DIFFERENT = {"cuda": _ON_CUDA}
+_ON_NPU: dict[Axis, tuple[Support, str, str | None]] = {
+    Axis.EP: (
+        Support.CONDITIONAL,
+        f"{_CELLS[Axis.EP][1]}; in bfloat16 only, which is the default, by VeOmni's kernel for Ascend",
+        _CELLS[Axis.EP][2],
+    ),
+}
+_DIFFERENT = {"cuda": _ON_CUDA, "npu": _ON_NPU}
 
 
 def _capabilities() -> tuple[Capability, ...]:
@@ -85,6 +92,7 @@ def rlctl_backends() -> list[BackendSpec]:
             imports=("torch", "transformers", "veomni", "rlctl_veomni.engine"),
             install_hint=INSTALL_HINT,
             summary="VeOmni: FSDP2 with Ulysses and expert parallelism",
+            routing_tests={"npu": "tests/test_npu_routes.py::test_a_run_on_an_npu_reaches_its_backend"},
         )
     ]
 

@@ -20,6 +20,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from rlctl.device import detect_device
 from rlctl.errors import BackendUnavailableError
 from rlctl_veomni import versions
 
@@ -61,9 +62,7 @@ def prepare(device: object) -> list[str]:
         BackendUnavailableError: a version for which no stand-in was written.
     """
     if device is None:
-        import torch
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = detect_device().type
     if str(device).partition(":")[0] != "cpu":
         return []
     version = versions.installed()

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from rlctl import device as devices
 from rlctl.errors import CheckpointError
 from rlctl.parts.agreement import agreed
 from rlctl_veomni.families import is_fused
@@ -217,9 +218,8 @@ def _in_one_line(error: BaseException) -> str:
 
 def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
     state = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        state[device.type] = torch.get_device_module(device).get_rng_state()
-    return state
+    there = devices.random_state(device)
+    return state if there is None else {**state, device.type: there}
 
 
 def _read_random_state(path: Path) -> dict[str, torch.Tensor]:
@@ -240,5 +240,4 @@ def _read_random_state(path: Path) -> dict[str, torch.Tensor]:
 
 def _restore_random_state(state: Mapping[str, torch.Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["cpu"])
-    if device.type != "cpu" and device.type in state:
-        torch.get_device_module(device).set_rng_state(state[device.type])
+    devices.set_random_state(device, state.get(device.type))

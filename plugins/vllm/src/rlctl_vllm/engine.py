@@ -24,7 +24,7 @@ from rlctl.hookspecs import hookimpl
 from rlctl.parts import ranks
 from rlctl.sync import fingerprint_tensor
 from rlctl.topology import Topology
-from rlctl_vllm import compat, model_files, requests
+from rlctl_vllm import compat, model_files, requests, versions
 from rlctl_vllm.config import VLLMConfig
 from rlctl_vllm.live import LiveReader
 from rlctl_vllm.loading import Loader
@@ -64,7 +64,8 @@ class VLLMRollout:
         self.settings = VLLMConfig(**values)
         self.topology = topology
         world = topology.world_size
-        self.device = ranks.take_device("vllm", device, world, ("cpu", "cuda"))
+        versions.require_platform(device)
+        self.device = ranks.take_device("vllm", device, world, ("cpu", "cuda", "npu"))
         ranks.join(world, self.device, _TIMEOUT_S)
         rank = dist.get_rank()
         return MeshInfo(

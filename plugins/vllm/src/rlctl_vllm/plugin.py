@@ -15,7 +15,7 @@ REQUIREMENTS = (
     "safetensors>=0.5",
 )
 INSTALL_HINT = "pip install 'rlctl-plugin-vllm[cuda]'  # without a GPU: [cpu]"
-DEVICES: tuple[tuple[str, str | None], ...] = (("cuda", "nvidia"), ("cpu", None))
+DEVICES: tuple[tuple[str, str | None], ...] = (("cuda", "nvidia"), ("cpu", None), ("npu", "huawei"))
 
 Cell = tuple[Support, str, str | None]
 
@@ -62,13 +62,19 @@ _ON_CPU: dict[Axis, Cell] = {
         None,
     ),
 }
+_ON_NPU: dict[Axis, Cell] = {
+    axis: (support, f"through vllm-ascend: {reason}", constraint)
+    for axis, (support, reason, constraint) in _CELLS.items()
+    if axis in (Axis.DP_REPLICATE, Axis.TP, Axis.EP, Axis.DCP)
+}
+_DIFFERENT = {"cpu": _ON_CPU, "npu": _ON_NPU}
 
 
 def _capabilities() -> tuple[Capability, ...]:
     return tuple(
         Capability(axis=axis, support=support, reason=reason, device=device, vendor=vendor, constraint=constraint)
         for device, vendor in DEVICES
-        for axis, (support, reason, constraint) in {**_CELLS, **(_ON_CPU if device == "cpu" else {})}.items()
+        for axis, (support, reason, constraint) in {**_CELLS, **_DIFFERENT.get(device, {})}.items()
     )
 
 
@@ -90,6 +96,7 @@ def rlctl_backends() -> list[BackendSpec]:
             install_hint=INSTALL_HINT,
             summary="vLLM: fast generation with weights updated in place",
             env={"VLLM_LOGGING_LEVEL": "ERROR"},
+            routing_tests={"npu": "plugins/vllm/tests/test_vllm_plugin.py::test_an_npu_is_reached_through_vllm_ascend"},
         )
     ]
 

