@@ -326,6 +326,19 @@ def test_ranks_compute_what_one_process_does(inline: Recorded, ranks: list[int],
     )
 
 
+def test_a_critic_of_another_backend_says_the_same(inline: Recorded, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    one, recording, model = inline
+    many = replay(tmp_path / "run", model, recording, *PPO, "critic.backend=megatron")
+    engines = json.loads((many.path / "manifest.json").read_text())["engines"]
+    assert [engines[role]["backend"] for role in ("actor", "critic")] == ["fsdp2", "megatron"]
+    found = largest_difference(one, many, steps=STEPS)
+    assert found < (TOLERANCE, "")
+    here, there = weights(one.path, "critic"), weights(many.path, "critic")
+    assert here.keys() == there.keys()
+    assert max(float((here[name] - there[name]).abs().max()) for name in here) < TOLERANCE
+
+
 @pytest.mark.slow
 def test_many_steps_a_batch_are_the_same_ones(inline: Recorded, ranks: list[int], tmp_path: Path) -> None:
     model = inline[2]

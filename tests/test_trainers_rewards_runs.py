@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from test_trainers_rl import lines, train, weights
@@ -57,6 +59,8 @@ def test_the_kl_in_the_reward_trains_and_is_what_the_metrics_say(tmp_path) -> No
     assert second["actor/reward_kl_penalty_coeff"] == 0.5
     assert "timing_s/ref" in second
     assert "actor/kl_loss" not in second
+    page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+    assert [key for key in second if f"`{key}`" not in page and not key.startswith("val/score/")] == []
 
 
 def test_a_baseline_is_on_the_scale_of_the_rewards(tmp_path) -> None:

@@ -74,3 +74,14 @@ def test_the_example_of_ones_own_runs(tmp_path: Path) -> None:
     offered = {"log_probs": old + 0.5, "old_log_probs": old, "advantages": advantages}
     out = call_policy_loss(found[AlgorithmKind.POLICY_LOSS], config.actor.policy_loss, offered, 4)
     torch.testing.assert_close(out.loss, 0.5 * advantages + 0.25)
+
+
+def test_the_example_of_dapo_is_a_configuration() -> None:
+    section = PAGE.read_text(encoding="utf-8").partition("## DAPO\n")[2].partition("\n## ")[0]
+    settings = re.search(r"```yaml\n(.*?)```", section, re.DOTALL)
+    assert settings is not None
+    base = {"model": {"path": "m"}, "data": {"task": {"name": "sum"}}}
+    config = RunConfig.model_validate({**base, **yaml.safe_load(settings[1])})
+    assert config.algorithm.filter_groups is not None
+    assert config.reward.overlong_buffer is not None
+    assert config.actor.policy_loss.clip_ratio_high == 0.28

@@ -50,6 +50,25 @@ def test_the_seeds_of_confusion() -> None:
     assert found["optimizer_steps"] == 1000
 
 
+def test_a_critic_takes_steps_of_its_own_and_its_warm_up_is_none_of_the_actor_s() -> None:
+    sections: dict[str, Any] = {
+        "data": {"train_batch_size": 8},
+        "actor": {"ppo_mini_batch_size": 4, "ppo_epochs": 2},
+        "algorithm": {"adv_estimator": "gae"},
+        "trainer": {"total_training_steps": 10},
+    }
+    for critic, steps, actor_steps in (
+        ({}, 40, 40),
+        ({"ppo_mini_batch_size": 2, "ppo_epochs": 1, "warmup_steps": 3}, 40, 28),
+    ):
+        run = config(**sections, critic=critic)
+        found = values(rl_lines(run, dp_size=1, token_ranks=1, num_rows=None))
+        assert (found["critic_optimizer_steps"], found["optimizer_steps"]) == (steps, actor_steps)
+    run = config(**sections, critic={"ppo_epochs": 3, "warmup_steps": 30})
+    found = values(rl_lines(run, dp_size=1, token_ranks=1, num_rows=None))
+    assert (found["critic_optimizer_steps"], found["optimizer_steps"]) == (60, 0)
+
+
 def test_every_line_of_an_rl_run() -> None:
     run = config(
         data={"train_batch_size": 256, "max_prompt_length": 1024, "max_response_length": 3072},

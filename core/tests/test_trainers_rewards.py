@@ -190,6 +190,7 @@ def test_sources_and_rows_must_know_each_other() -> None:
 # ---- what the configuration refuses ------------------------------------------------------------------------------------
 
 ADAPTIVE = {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive"}}
+GROUPS = {"filter_groups": {}}
 TEACHER = {"teacher": {"model": {"path": "t"}}, "distillation": {}}
 REFUSED = {
     "bounds": ({"reward": {"clip_min": 1.0, "clip_max": 1.0}}, "is not below reward.clip_max"),
@@ -200,6 +201,16 @@ REFUSED = {
     "fixed": ({"algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"target_kl": 1.0}}}, "set adaptive"),
     "zero": ({"algorithm": {**ADAPTIVE, "kl_ctrl": {"type": "adaptive", "kl_coef": 0}}}, "start above 0"),
     "gdpo": ({"algorithm": {**ADAPTIVE, "adv_estimator": "gdpo"}}, "nothing with algorithm.adv_estimator gdpo"),
+    "one sample": (
+        {"algorithm": {**GROUPS, "adv_estimator": "reinforce_plus_plus"}, "rollout": {"n": 1}},
+        "filter_groups compares the samples",
+    ),
+    "no such metric": ({"algorithm": {"filter_groups": {"metric": "acc"}}}, "the components exact_match"),
+    "generation batch": (
+        {"data": {**BASE["data"], "gen_batch_size": 8}},
+        "gen_batch_size is of algorithm.filter_groups",
+    ),
+    "groups, teacher": ({**TEACHER, "algorithm": GROUPS}, "filter_groups does nothing without distillation.use_task"),
     "teacher": ({**TEACHER, "reward": {"clip_max": 1.0}}, "nothing without distillation.use_task_rewards"),
 }
 

@@ -274,6 +274,7 @@ def test_every_rule_sets_keys_that_exist() -> None:
                 "algorithm.use_kl_in_reward": True,
                 "algorithm.kl_ctrl.type": "adaptive",
                 "reward_model.overlong_buffer.enable": True,
+                "algorithm.filter_groups.enable": True,
             }
             outcome = rule(value, leaves)
             if isinstance(outcome, Left):
@@ -384,6 +385,24 @@ def test_verl_s_kl_in_the_reward_and_its_overlong_buffer_pass_through() -> None:
     assert not [item for item in result.left_out if not item.needless]
     values = {"model": {"path": "m"}, "data": {"task": {"name": "sum"}}, **result.values}
     assert RunConfig.model_validate(values).needs_reference
+
+
+def test_verl_s_dynamic_sampling_passes_through() -> None:
+    text = """
+data: {train_batch_size: 8, gen_batch_size: 24}
+actor_rollout_ref: {rollout: {n: 4}}
+algorithm: {filter_groups: {enable: true, metric: acc, max_num_gen_batches: 5}}
+"""
+    result = migrate(text, "verl.yaml")
+    assert result.values["algorithm"] == {"filter_groups": {"metric": "score", "max_num_gen_batches": 5}}
+    assert result.values["data"] == {"train_batch_size": 8, "gen_batch_size": 24}
+    assert not result.left_out
+    unbound = migrate(text.replace("max_num_gen_batches: 5", "max_num_gen_batches: 0"), "verl.yaml")
+    assert [item.path for item in unbound.left_out] == ["algorithm.filter_groups.max_num_gen_batches"]
+    off = migrate(text.replace("enable: true", "enable: false"), "verl.yaml")
+    assert "algorithm" not in off.values
+    assert "gen_batch_size" not in off.values["data"]
+    assert all(item.needless for item in off.left_out)
 
 
 def test_what_is_switched_off_there_sets_nothing_here() -> None:

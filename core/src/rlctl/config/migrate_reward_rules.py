@@ -51,8 +51,45 @@ def _ppo_kl(value: Any, _: Mapping[str, Any]) -> Outcome:
     return {_KL: True, "algorithm.kl_ctrl.kl_coef": value}
 
 
+_METRICS = {"acc": "score", "score": "score", "seq_reward": "reward", "seq_final_reward": "reward"}
+
+
+def _filter_on(value: Any, leaves: Mapping[str, Any]) -> Outcome:
+    if value is not True:
+        return Left("off by default", needless=True)
+    metric = leaves.get("algorithm.filter_groups.metric")
+    return {"algorithm.filter_groups.metric": _METRICS.get(metric if isinstance(metric, str) else "", "reward")}
+
+
+def _filter(key: str) -> Rule:
+    """A setting of dynamic sampling, which counts only where that is on."""
+
+    def rule(value: Any, leaves: Mapping[str, Any]) -> Outcome:
+        if leaves.get("algorithm.filter_groups.enable") is not True:
+            return Left("dynamic sampling is off there", needless=True)
+        if key == "metric":
+            if isinstance(value, str) and value in _METRICS:
+                return {"algorithm.filter_groups.metric": _METRICS[value]}
+            return Left("set algorithm.filter_groups.metric: reward, score or the name of one of reward.components")
+        if value == 0:
+            return Left("no bound there; set algorithm.filter_groups.max_num_gen_batches, or take the default of 10")
+        return {"algorithm.filter_groups.max_num_gen_batches": value}
+
+    return rule
+
+
+def _gen_batch(value: Any, leaves: Mapping[str, Any]) -> Outcome:
+    if leaves.get("algorithm.filter_groups.enable") is not True or value in (None, leaves.get("data.train_batch_size")):
+        return Left("a generation batch is data.train_batch_size", needless=True)
+    return {"data.gen_batch_size": value}
+
+
 RULES: dict[str, Rule] = {
     # ---- verl
+    "algorithm.filter_groups.enable": _filter_on,
+    "algorithm.filter_groups.metric": _filter("metric"),
+    "algorithm.filter_groups.max_num_gen_batches": _filter("max_num_gen_batches"),
+    "data.gen_batch_size": _gen_batch,
     _KL: lambda value, _: {_KL: True} if value is True else Left("off by default", needless=True),
     "algorithm.kl_penalty": _of_kl("algorithm.kl_penalty"),
     "algorithm.kl_ctrl.type": _of_kl("algorithm.kl_ctrl.type"),

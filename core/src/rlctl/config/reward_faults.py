@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,16 @@ if TYPE_CHECKING:
 
 def reward_faults(config: RunConfig) -> list[str]:
     """What is wrong, one line each."""
-    return [] if config.trainer.type != "rl" else [*_shaping(config), *_kl(config), *_unread(config)]
+    return (
+        []
+        if config.trainer.type != "rl"
+        else [
+            *_shaping(config),
+            *_kl(config),
+            *_dynamic_sampling(config),
+            *_unread(config),
+        ]
+    )
 
 
 def _shaping(config: RunConfig) -> Iterator[str]:
@@ -47,14 +57,33 @@ def _kl(config: RunConfig) -> Iterator[str]:
         yield "algorithm.kl_ctrl.kl_coef is 0, which no adaptive control can move: it multiplies; start above 0"
 
 
+def _dynamic_sampling(config: RunConfig) -> Iterator[str]:
+    section = config.algorithm.filter_groups
+    if section is None:
+        if config.data.gen_batch_size is not None:
+            yield "data.gen_batch_size is of algorithm.filter_groups, which is not set: set it, or take gen_batch_size out"
+        return
+    if config.rollout.n < 2:
+        yield f"algorithm.filter_groups compares the samples of a prompt, and rollout.n is {config.rollout.n}: 2 or more"
+    named = [component.name.rpartition(":")[2] for component in config.reward.components]
+    base = section.metric.partition("/")[0]
+    if base not in ("reward", "score", *named) and re.sub(r"_\d+$", "", base) not in named:
+        yield (
+            f"algorithm.filter_groups.metric is {section.metric}, and there are reward, score and the components "
+            f"{', '.join(named)}"
+        )
+
+
 def _unread(config: RunConfig) -> Iterator[str]:
     """Shaped rewards that nothing learns from would do nothing."""
     keys = [f"reward.{key}" for key in config.reward.shapes]
     keys += ["algorithm.use_kl_in_reward"] if config.algorithm.use_kl_in_reward else []
+    without_task = config.distillation is not None and not config.distillation.use_task_rewards
+    keys += ["algorithm.filter_groups"] if without_task and config.algorithm.filter_groups is not None else []
     if not keys:
         return
     given, does = ", ".join(keys), "does" if len(keys) == 1 else "do"
-    if config.distillation is not None and not config.distillation.use_task_rewards:
+    if without_task:
         yield f"{given} {does} nothing without distillation.use_task_rewards: set it, or take them out"
     elif config.algorithm.adv_estimator == "gdpo":
         yield (

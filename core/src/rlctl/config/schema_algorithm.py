@@ -70,6 +70,19 @@ class KlControlConfig(Strict):
     )
 
 
+class FilterGroupsConfig(Strict):
+    """DAPO's dynamic sampling: prompts whose samples are all alike are left out, and new ones sampled in their place."""
+
+    metric: str = Field(
+        default="reward",
+        min_length=1,
+        description="What must differ: reward (before it is normalised and clipped, without the KL), score, or a reward component.",
+    )
+    max_num_gen_batches: Count = Field(
+        default=10, description="Generation batches of one step at most; then it trains on what there is."
+    )
+
+
 class AlgorithmConfig(Strict):
     """How rewards become advantages, and where old log-probs come from."""
 
@@ -98,6 +111,9 @@ class AlgorithmConfig(Strict):
     )
     kl_ctrl: KlControlConfig = Field(
         default_factory=KlControlConfig, description="The coefficient of the KL in the reward."
+    )
+    filter_groups: FilterGroupsConfig | None = Field(
+        default=None, description="Train only on prompts whose samples differ, and sample until they fill the batch."
     )
     mask_truncated_completions: bool = Field(
         default=False, description="Do not train on responses that the length limit cut; they count in their group."

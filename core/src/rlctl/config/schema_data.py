@@ -46,6 +46,10 @@ class DataConfig(Strict):
     train_max_samples: Count | None = Field(default=None, description="Use only the first rows for training.")
     val_max_samples: Count | None = Field(default=None, description="Use only the first rows for validation.")
     train_batch_size: Count = Field(default=32, description="Prompts a step (RL); rows an optimizer step (SFT).")
+    gen_batch_size: Count | None = Field(
+        default=None,
+        description="Prompts of a generation batch of algorithm.filter_groups; default: train_batch_size.",
+    )
     val_batch_size: Count = Field(default=128, description="Rows of validation that are worked on together.")
     max_prompt_length: Count = Field(default=512, description="Longest prompt, in tokens.")
     max_response_length: Count = Field(default=512, description="Longest response, in tokens.")

@@ -182,11 +182,26 @@ def _run_lines(config: RunConfig, num_rows: int | None, optimizer_steps: int, un
     else:
         steps = max(1, num_rows // batch) * trainer.total_epochs
         how = f"{num_rows:,} training rows / {batch:,} {unit} a step, whole batches x trainer.total_epochs {trainer.total_epochs}"
-    total = None if steps is None else steps * optimizer_steps
+    alone = config.critic.warmup_steps if config.critic else 0
+    total = None if steps is None else max(0, steps - alone) * optimizer_steps
+    counted = f"(global steps - critic.warmup_steps {alone:,})" if alone else "global steps"
     return [
         Line("global_steps", steps, "global steps of the run", how),
-        Line("optimizer_steps", total, "optimizer steps of the run", f"global steps x {optimizer_steps:,}"),
+        Line("optimizer_steps", total, "optimizer steps of the run", f"{counted} x {optimizer_steps:,}"),
+        *_critic_lines(config, steps),
     ]
+
+
+def _critic_lines(config: RunConfig, steps: int | None) -> list[Line]:
+    """The critic's optimizer steps; none without one."""
+    critic, prompts = config.critic, config.data.train_batch_size
+    if critic is None:
+        return []
+    mini = min(critic.ppo_mini_batch_size or config.actor.ppo_mini_batch_size or prompts, prompts)
+    minis, epochs = -(-prompts // mini), critic.ppo_epochs or config.actor.ppo_epochs
+    words = f"{minis:,} {'mini-batch' if minis == 1 else 'mini-batches'} x {epochs:,} {'epoch' if epochs == 1 else 'epochs'}"
+    total = None if steps is None else steps * minis * epochs
+    return [Line("critic_optimizer_steps", total, "optimizer steps of the critic", f"global steps x {words}")]
 
 
 def warm_start_lines(config: RunConfig, dp_size: int, token_ranks: int) -> list[Line]:

@@ -94,7 +94,8 @@ def prepare(context: setup.Context) -> Prepared:
     with reporter.phase("encoding rows", None):
         train_rows = fit_rows(train_rows, encoder, config.data, sft=sft)
         val_rows = fit_rows(val_rows, encoder, config.data, sft=sft)
-    sampler = BatchSampler(len(train_rows), config.data.train_batch_size, config.data.shuffle, config.trainer.seed)
+    drawn = (None if sft else config.data.gen_batch_size) or config.data.train_batch_size
+    sampler = BatchSampler(len(train_rows), drawn, config.data.shuffle, config.trainer.seed)
     steps = setup.schedule_length(config, len(train_rows))
     return Prepared(
         context, model, tokenizer, encoder, train_rows, val_rows, sampler, steps, teacher_models, algorithms, critic

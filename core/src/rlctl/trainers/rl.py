@@ -27,6 +27,8 @@ from rlctl.trainers.agreement import rollout_gap
 from rlctl.trainers.critic import CriticStage
 from rlctl.trainers.evaluation import ScoredRollout, length_metrics, score_completions, validate, watch_rows
 from rlctl.trainers.rewards import RewardStage
+from rlctl.trainers.sampling import gather
+from rlctl.trainers.seeds import step_seed
 from rlctl.trainers.setup import Context, sync_note
 from rlctl.trainers.teachers import held_out_kl
 from rlctl.trainers.trainer import Assessment
@@ -48,12 +50,6 @@ class StepTimer:
 
     def metrics(self) -> dict[str, float]:
         return {f"timing_s/{name}": value for name, value in self.seconds.items()}
-
-
-def step_seed(seed: int, step: int, stream: int = 0) -> int:
-    """A seed of its own for each step and purpose, so that a resumed run samples what an unbroken one would have."""
-    mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + stream * 0x94D049BB133111EB) & (2**63 - 1)
-    return (mixed ^ (mixed >> 31)) & (2**62 - 1)
 
 
 @dataclass
@@ -108,17 +104,10 @@ class RLTrainer:
     # ---- one step ---------------------------------------------------------------------------------------------
     def step(self, step: int) -> tuple[dict[str, float], ScoredRollout]:
         """Sample, reward, update and sync; ``step`` counts from 1."""
-        config = self.context.config
         timer = StepTimer()
         start = time.perf_counter()
-        with timer("gen"):
-            rows = [self.train_rows[i] for i in self.sampler.next()]
-            prompts = [self.encoder.prompt_ids(row) for row in rows]
-            seed = step_seed(config.trainer.seed, step)
-            with self.context.reporter.phase("generate", len(rows) * config.rollout.n) as bar:
-                completions = self.rollout.sample(prompts, seed, bar.advance)
-        with timer("reward"), self.context.reporter.phase("reward", None):
-            rollout = score_completions(rows, prompts, completions, self.encoder, self.scorer)
+        gathered = gather(self, step, timer)
+        rollout = gathered.rollout
         batch, inputs = self.advantage_inputs(self.pack(rollout), rollout, step, timer)
         with timer("adv"):
             batch = self.advantages(batch, rollout.rewards, inputs)
@@ -138,6 +127,7 @@ class RLTrainer:
             "critic/score/mean": scores.mean().item(),
             "critic/score/max": scores.max().item(),
             "critic/score/min": scores.min().item(),
+            **gathered.metrics,
             **self.rewards.metrics,
             **advantage_metrics(batch),
             **length_metrics(rollout),
@@ -151,7 +141,7 @@ class RLTrainer:
             "perf/time_per_step": elapsed,
             "perf/total_num_tokens": float(total_tokens),
             "perf/throughput": total_tokens / elapsed / self.context.pools.num_ranks,
-            "perf/gen_throughput": sum(len(c.token_ids) for c in completions) / timer.seconds["gen"],
+            "perf/gen_throughput": gathered.num_tokens / timer.seconds["gen"],
             **self.actor.engine.seqlen_metrics(batch),
             **self.memory(),
         }

@@ -1,0 +1,150 @@
+"""The rollouts of a step: one generation batch, or with dynamic sampling as many as it takes to fill the batch with prompts that
+teach something."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from rlctl.algorithms.dynamic_sampling import has_signal
+from rlctl.config.schema_algorithm import FilterGroupsConfig
+from rlctl.errors import GuardError
+from rlctl.generation import Completion
+from rlctl.trainers.evaluation import ScoredRollout, score_completions
+from rlctl.trainers.rewards import truncated
+from rlctl.trainers.seeds import step_seed
+
+if TYPE_CHECKING:
+    from rlctl.trainers.rl import RLTrainer, StepTimer
+
+_STREAM = 16
+"""First of the seed streams of the generation batches after the first one, which samples as a step without dynamic sampling does."""
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What a step trains on.
+
+    Args:
+        num_tokens: generated tokens, those of prompts that were left out too.
+        metrics: of dynamic sampling.
+    """
+
+    rollout: ScoredRollout
+    num_tokens: int
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def gather(trainer: RLTrainer, step: int, timer: StepTimer) -> Gathered:
+    """Sample and score the prompts of one step. The sampler moves on by whole generation batches, so its state is where a resumed run
+    goes on.
+
+    Raises:
+        GuardError: with dynamic sampling, no prompt of all the generation batches teaches anything.
+    """
+    seed, section = trainer.context.config.trainer.seed, trainer.context.config.algorithm.filter_groups
+    if section is None:
+        rollout = _sample(trainer, step_seed(seed, step), timer)
+        return Gathered(rollout, _tokens(rollout))
+    wanted = trainer.context.config.data.train_batch_size
+    kept: list[ScoredRollout] = []
+    scores: list[float] = []
+    found = sampled = num_tokens = batches = 0
+    while found < wanted and batches < section.max_num_gen_batches:
+        stream = _STREAM + batches if batches else 0
+        part = _sample(trainer, step_seed(seed, step, stream), timer)
+        batches += 1
+        prompts = prompts_with_signal(trainer, section, part)
+        kept.append(of_prompts(part, prompts[: wanted - found]))
+        found += len(prompts)
+        sampled += len(part.prompts)
+        num_tokens += _tokens(part)
+        scores += part.scores
+    if found == 0:
+        raise GuardError(
+            f"no prompt of {batches} generation batches has samples that differ in their {section.metric}",
+            found=f"{sampled} prompts, scores from {min(scores):g} to {max(scores):g}",
+            wanted="some prompts that the policy answers now well, now badly",
+            next="take data of another difficulty, raise algorithm.filter_groups.max_num_gen_batches or rollout.n, or take "
+            "algorithm.filter_groups out",
+        )
+    if found < wanted:
+        trainer.context.reporter.message(
+            f"step {step}: trains on {found} of {wanted} prompts, the others of {sampled} have samples of one {section.metric}; "
+            f"algorithm.filter_groups.max_num_gen_batches={section.max_num_gen_batches} ended the search"
+        )
+    metrics = {
+        "train/num_gen_batches": float(batches),
+        "dynamic_sampling/prompts_sampled": float(sampled),
+        "dynamic_sampling/prompts_constant": float(sampled - found),
+        "dynamic_sampling/prompts_surplus": float(max(0, found - wanted)),
+        "dynamic_sampling/score_mean": sum(scores) / len(scores),
+    }
+    return Gathered(joined(kept), num_tokens, metrics)
+
+
+def _sample(trainer: RLTrainer, seed: int, timer: StepTimer) -> ScoredRollout:
+    """One generation batch of the sampler's next prompts."""
+    reporter = trainer.context.reporter
+    with timer("gen"):
+        rows = [trainer.train_rows[i] for i in trainer.sampler.next()]
+        prompts = [trainer.encoder.prompt_ids(row) for row in rows]
+        with reporter.phase("generate", len(rows) * trainer.context.config.rollout.n) as bar:
+            completions = trainer.rollout.sample(prompts, seed, bar.advance)
+    with timer("reward"), reporter.phase("reward", None):
+        return score_completions(rows, prompts, completions, trainer.encoder, trainer.scorer)
+
+
+def prompts_with_signal(trainer: RLTrainer, section: FilterGroupsConfig, rollout: ScoredRollout) -> list[int]:
+    """The prompts of ``rollout``, in its order, whose samples differ in ``section.metric``."""
+    if section.metric == "reward":
+        values = trainer.rewards.unscaled(rollout)
+    else:
+        named = [
+            r.score if section.metric == "score" else r.components.get(section.metric, 0.0) for r in rollout.rewards
+        ]
+        values = torch.tensor(named, dtype=torch.float64)
+    groups = torch.tensor([c.prompt_index for c in rollout.completions])
+    masked = trainer.context.config.algorithm.mask_truncated_completions
+    signal = has_signal(values, groups, ~truncated(rollout) if masked else None)
+    return sorted(set(groups[signal].tolist()))
+
+
+def of_prompts(rollout: ScoredRollout, prompts: Sequence[int]) -> ScoredRollout:
+    """The part of ``rollout`` that is of ``prompts``, which are numbered anew from 0."""
+    place = {prompt: i for i, prompt in enumerate(prompts)}
+    own = [i for i, c in enumerate(rollout.completions) if c.prompt_index in place]
+    return ScoredRollout(
+        [rollout.rows[p] for p in prompts],
+        [rollout.prompts[p] for p in prompts],
+        [_moved(rollout.completions[i], place[rollout.completions[i].prompt_index]) for i in own],
+        [rollout.texts[i] for i in own],
+        [rollout.rewards[i] for i in own],
+    )
+
+
+def joined(parts: Sequence[ScoredRollout]) -> ScoredRollout:
+    """Rollouts one after the other, their prompts numbered on: a row that was drawn twice is two prompts."""
+    starts = [sum(len(part.prompts) for part in parts[:i]) for i in range(len(parts))]
+    return ScoredRollout(
+        [row for part in parts for row in part.rows],
+        [prompt for part in parts for prompt in part.prompts],
+        [
+            _moved(c, start + c.prompt_index)
+            for start, part in zip(starts, parts, strict=True)
+            for c in part.completions
+        ],
+        [text for part in parts for text in part.texts],
+        [reward for part in parts for reward in part.rewards],
+    )
+
+
+def _moved(completion: Completion, prompt: int) -> Completion:
+    return replace(completion, prompt_index=prompt)
+
+
+def _tokens(rollout: ScoredRollout) -> int:
+    return sum(len(c.token_ids) for c in rollout.completions)
