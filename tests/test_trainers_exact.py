@@ -49,12 +49,18 @@ VARIANTS = {
         "algorithm.filter_groups={max_num_gen_batches: 4}",
         "data.gen_batch_size=3",
     ],
-    "a schedule": ["actor.optim.lr_scheduler_type=cosine", "actor.optim.lr_warmup_steps=2"],
+    "a schedule, a weight of the entropy that follows": [
+        "actor.optim.lr_scheduler_type=cosine",
+        "actor.optim.lr_warmup_steps=2",
+        "actor.entropy_coeff=0.01",
+        "actor.entropy_ctrl={type: sac, target_entropy: 3.0, step: 0.2}",
+    ],
     "sft": ["trainer.type=sft", "warm_start=null"],
 }
 FOLLOWS = {
     "several epochs, a KL in loss and reward, scaled rewards": "actor/reward_kl_penalty_coeff",
     "the rollout's own log-probs, dynamic sampling": "train/num_gen_batches",
+    "a schedule, a weight of the entropy that follows": "actor/entropy_coeff",
 }
 """What each step says of a variant's memory; were it the same in all steps, a resume could lose it unseen."""
 

@@ -1,4 +1,4 @@
-"""Shaped rewards, the KL in them and the rollout check in whole runs."""
+"""Shaped rewards, the KL in them, the entropy's weight and the rollout check in whole runs."""
 
 from __future__ import annotations
 
@@ -61,6 +61,18 @@ def test_the_kl_in_the_reward_trains_and_is_what_the_metrics_say(tmp_path) -> No
     assert "actor/kl_loss" not in second
     page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
     assert [key for key in second if f"`{key}`" not in page and not key.startswith("val/score/")] == []
+
+
+def test_the_loss_has_the_entropy_s_weight_of_each_step(tmp_path) -> None:
+    """Below the target the weight rises by the step to its bound, from nothing; the loss is what the metrics say of it."""
+    control = "actor.entropy_ctrl={type: additive, target_entropy: 50.0, step: 0.04, max_coeff: 0.05}"
+    run = steps(train(tmp_path, *NOTHING, control, "actor.optim.weight_decay=0"))
+    assert [line["actor/entropy_coeff"] for line in run] == pytest.approx([0.0, 0.04, 0.05])
+    for line in run:
+        assert line["actor/rows_with_gradient"] == 1.0
+        assert line["actor/pg_loss"] == 0.0
+        assert line["actor/loss"] == pytest.approx(-line["actor/entropy_coeff"] * line["actor/entropy"], abs=1e-6)
+    assert run[0]["actor/grad_norm"] == 0.0 < run[1]["actor/grad_norm"]
 
 
 def test_a_baseline_is_on_the_scale_of_the_rewards(tmp_path) -> None:

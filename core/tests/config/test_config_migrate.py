@@ -275,6 +275,7 @@ def test_every_rule_sets_keys_that_exist() -> None:
                 "algorithm.kl_ctrl.type": "adaptive",
                 "reward_model.overlong_buffer.enable": True,
                 "algorithm.filter_groups.enable": True,
+                "actor.adaptive_entropy.enabled": True,
             }
             outcome = rule(value, leaves)
             if isinstance(outcome, Left):
@@ -403,6 +404,20 @@ algorithm: {filter_groups: {enable: true, metric: acc, max_num_gen_batches: 5}}
     assert "algorithm" not in off.values
     assert "gen_batch_size" not in off.values["data"]
     assert all(item.needless for item in off.left_out)
+
+
+def test_the_entropy_s_control_passes_through() -> None:
+    text = """
+actor_rollout_ref:
+  actor:
+    entropy_coeff: 0.005
+    adaptive_entropy: {enabled: true, target_entropy: 0.2, max_ent_coef: 0.5, min_ent_coef: 0, delta_ent_coef: 0.001}
+"""
+    result = migrate(text, "verl.yaml")
+    control = {"type": "additive", "target_entropy": 0.2, "max_coeff": 0.5, "step": 0.001}
+    assert result.values["actor"] == {"entropy_coeff": 0.005, "entropy_ctrl": control}
+    assert all(item.needless for item in result.left_out)
+    assert migrate(text.replace("true", "false"), "verl.yaml").values["actor"] == {"entropy_coeff": 0.005}
 
 
 def test_what_is_switched_off_there_sets_nothing_here() -> None:

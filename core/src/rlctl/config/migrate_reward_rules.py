@@ -1,4 +1,7 @@
-"""What becomes of verl's and TRL's keys about rewards and the KL in them; see :mod:`rlctl.config.migrate_rules`. Facts about names."""
+"""What becomes of verl's and TRL's keys about rewards, the KL in them, dynamic sampling and the entropy. Facts about names.
+
+See :mod:`rlctl.config.migrate_rules`.
+"""
 
 from __future__ import annotations
 
@@ -84,8 +87,24 @@ def _gen_batch(value: Any, leaves: Mapping[str, Any]) -> Outcome:
     return {"data.gen_batch_size": value}
 
 
+def _of_entropy(key: str) -> Rule:
+    """A setting of the adaptive entropy control of Skywork-OR1's verl, which counts only where that is on."""
+
+    def rule(value: Any, leaves: Mapping[str, Any]) -> Outcome:
+        if leaves.get("actor.adaptive_entropy.enabled") is not True:
+            return Left("the entropy's control is off there", needless=True)
+        return {f"actor.entropy_ctrl.{key}": value if key != "type" else "additive"}
+
+    return rule
+
+
 RULES: dict[str, Rule] = {
     # ---- verl
+    "actor.adaptive_entropy.enabled": _of_entropy("type"),
+    "actor.adaptive_entropy.target_entropy": _of_entropy("target_entropy"),
+    "actor.adaptive_entropy.max_ent_coef": _of_entropy("max_coeff"),
+    "actor.adaptive_entropy.delta_ent_coef": _of_entropy("step"),
+    "actor.adaptive_entropy.min_ent_coef": off_is_needless("the weight is at least 0", "the weight is at least 0"),
     "algorithm.filter_groups.enable": _filter_on,
     "algorithm.filter_groups.metric": _filter("metric"),
     "algorithm.filter_groups.max_num_gen_batches": _filter("max_num_gen_batches"),

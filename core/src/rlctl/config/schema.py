@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from rlctl.config.algorithm_faults import algorithm_faults
 from rlctl.config.base import Strict as Strict
+from rlctl.config.entropy_faults import entropy_faults
 from rlctl.config.reward_faults import reward_faults
 from rlctl.config.schema_algorithm import AlgorithmConfig
 from rlctl.config.schema_algorithm import PolicyLossConfig as PolicyLossConfig
@@ -58,7 +59,8 @@ class RunConfig(Strict):
     @model_validator(mode="after")
     def _batch_arithmetic(self) -> RunConfig:
         # All of them, one a line: the reader mends them together.
-        faults = distillation_faults(self) + algorithm_faults(self) + critic_faults(self) + reward_faults(self)
+        faults = distillation_faults(self) + algorithm_faults(self) + critic_faults(self)
+        faults += reward_faults(self) + entropy_faults(self)
         rl = self.trainer.type == "rl"
         mini = self.actor.ppo_mini_batch_size
         if rl and mini is not None and self.data.train_batch_size % mini:

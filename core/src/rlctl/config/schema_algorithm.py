@@ -56,6 +56,19 @@ class PolicyLossConfig(Strict):
     args: dict[str, Any] = Field(default_factory=dict, description="Further arguments of a function of your own.")
 
 
+class EntropyControlConfig(Strict):
+    """The weight of the entropy bonus, moved towards a target entropy after each step."""
+
+    type: Literal["fixed", "additive", "sac"] = Field(
+        default="fixed",
+        description="additive: up by step below the target, down above it, and no bonus above it; sac: times "
+        "exp(step (target - entropy)).",
+    )
+    target_entropy: PositiveFloat | None = Field(default=None, description="Nats a token, as actor/entropy is.")
+    step: PositiveFloat = Field(default=0.005, description="How far the weight moves in one step.")
+    max_coeff: PositiveFloat = Field(default=0.1, description="The weight is at most this.")
+
+
 class KlControlConfig(Strict):
     """The coefficient of the KL in the reward."""
 

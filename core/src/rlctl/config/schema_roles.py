@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from rlctl.config.base import Count, Strict
-from rlctl.config.schema_algorithm import PolicyLossConfig
+from rlctl.config.schema_algorithm import EntropyControlConfig, PolicyLossConfig
 from rlctl.config.schema_model import ModelConfig, OptimConfig, ParallelConfig
 from rlctl.config.schema_runtime import MAIN_POOL
 from rlctl.normalizer_modes import LossAggMode
@@ -54,7 +54,12 @@ class ActorConfig(TrainRole):
     )
     ppo_mini_batch_size: Count | None = Field(default=None, description="Prompts of one optimizer step; default: all.")
     ppo_epochs: Count = Field(default=1, description="Passes over each batch of rollouts.")
-    entropy_coeff: float = Field(default=0.0, description="Weight of the entropy bonus.")
+    entropy_coeff: float = Field(
+        default=0.0, description="Weight of the entropy bonus; with entropy_ctrl the first one."
+    )
+    entropy_ctrl: EntropyControlConfig = Field(
+        default_factory=EntropyControlConfig, description="How that weight follows the entropy."
+    )
     use_kl_loss: bool = Field(default=False, description="Add the KL to the reference to the loss.")
     kl_loss_coef: float = Field(default=0.001, ge=0, description="Weight of the KL in the loss.")
     kl_loss_type: KlType = Field(

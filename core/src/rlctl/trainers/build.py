@@ -27,6 +27,7 @@ from rlctl.trainers import setup, teachers
 from rlctl.trainers.advantages import AdvantageStage
 from rlctl.trainers.algorithms import find_algorithms
 from rlctl.trainers.critic import build_critic, find_critic
+from rlctl.trainers.entropy import EntropyStage
 from rlctl.trainers.rewards import RewardStage
 from rlctl.trainers.rl import RLTrainer
 from rlctl.trainers.sft import SFTTrainer
@@ -172,6 +173,7 @@ def _build_rl(p: Prepared, run_dir: Path, *, resuming: bool, closing: ExitStack)
             [(name, weight) for name, weight, _ in scorer.components],
         ),
         RewardStage(config.reward, config.algorithm, config.data.max_response_length),
+        EntropyStage(config.actor),
         teacher,
         critic,
     )

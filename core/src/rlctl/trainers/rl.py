@@ -25,6 +25,7 @@ from rlctl.roles.teacher import TeacherRole, teacher_of
 from rlctl.trainers.advantages import AdvantageStage, advantage_metrics, by_group, rows_with_advantage
 from rlctl.trainers.agreement import rollout_gap
 from rlctl.trainers.critic import CriticStage
+from rlctl.trainers.entropy import EntropyStage
 from rlctl.trainers.evaluation import ScoredRollout, length_metrics, score_completions, validate, watch_rows
 from rlctl.trainers.rewards import RewardStage
 from rlctl.trainers.sampling import gather
@@ -67,6 +68,7 @@ class RLTrainer:
     val_rows: Sequence[Row]
     advantages: AdvantageStage
     rewards: RewardStage
+    entropy: EntropyStage
     teacher: TeacherRole | None = None
     critic: CriticStage | None = None
     checked_all_rows: bool = False
@@ -258,8 +260,10 @@ class RLTrainer:
             # The first mini-batch trains nothing, so that the update, which measures the gap, will not see it.
             metrics |= self.gap_without_update(batch, rows_per_step, step, timer)
         generator = torch.Generator().manual_seed(step_seed(config.trainer.seed, step, 1))
+        self.actor.config = self.entropy.actor_config()
         with timer("update_actor"):
             metrics |= self.actor.update(batch, rows_per_step, keep, generator)
+        metrics |= self.entropy.learn(metrics)
         self.guard(metrics)
         return metrics
 
@@ -267,7 +271,7 @@ class RLTrainer:
         """Rows whose loss has a gradient: all that have a trained token, unless only a policy term is on that vanishes with the
         advantage; then those with an advantage that is not exactly zero."""
         cfg = self.context.config.actor
-        further = cfg.entropy_coeff or cfg.use_kl_loss or self.teacher is not None
+        further = cfg.entropy_coeff or self.entropy.adaptive or cfg.use_kl_loss or self.teacher is not None
         if not cfg.skip_zero_advantage or further or not self.actor.formula.spec.vanishes:
             return set(batch.row_ids()[batch.items["loss_mask"].bool()].tolist())
         return rows_with_advantage(batch)
@@ -334,6 +338,7 @@ class RLTrainer:
             "skipped_in_a_row": self.actor.budget.in_a_row,
             **({"critic_skipped_in_a_row": self.critic.role.budget.in_a_row} if self.critic else {}),
             "rewards": self.rewards.state_dict(),
+            "entropy": self.entropy.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -343,6 +348,7 @@ class RLTrainer:
         if self.critic is not None:
             self.critic.role.budget.in_a_row = int(state.get("critic_skipped_in_a_row", 0))
         self.rewards.load_state_dict(state.get("rewards", {}))
+        self.entropy.load_state_dict(state.get("entropy", {}))
 
 
 def _component_means(rollout: ScoredRollout) -> dict[str, float]:
