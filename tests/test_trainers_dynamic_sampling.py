@@ -45,7 +45,7 @@ def groups(rollout: ScoredRollout) -> list[list[float]]:
 
 
 def test_a_step_trains_on_prompts_with_a_signal_alone(tmp_path, trained, said) -> None:
-    found = lines(train(tmp_path, *BARE, "algorithm.filter_groups={}").path / "metrics.jsonl")[1:]
+    found = lines(train(tmp_path, *BARE, "algorithm.filter_groups={metric: contains}").path / "metrics.jsonl")[1:]
     assert len(trained) == len(found) == 2
     for rollout, line in zip(trained, found, strict=True):
         assert len(rollout.prompts) == len(rollout.rows) == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,13 +14,16 @@ from hypothesis import strategies as st
 from rlctl.batch import GROUP, PackedBatch, pack
 from rlctl.config.schema import RunConfig
 from rlctl.data.columns import Row
+from rlctl.data.dry_run import dry_run
 from rlctl.data.rewards import RewardInput, RewardResult, RewardScorer
 from rlctl.data.rewards.sources import require_sources
 from rlctl.data.rewards.text import FunctionReward
+from rlctl.data.sampler import BatchSampler
 from rlctl.errors import DataError
 from rlctl.generation import Completion, FinishReason
 from rlctl.trainers.evaluation import ScoredRollout
 from rlctl.trainers.rewards import RewardStage
+from rlctl.trainers.rl import _component_means
 
 BASE = {"model": {"path": "m"}, "data": {"task": {"name": "sum"}, "max_response_length": 10}}
 
@@ -168,6 +172,25 @@ def test_a_component_scores_the_rows_of_its_sources() -> None:
     assert score(made, "b") == RewardResult(5.0, {"two": 10.0})
     with pytest.raises(DataError, match="no reward is for r:1"):
         score(scorer({"one": ["a"], "two": ["a"]}), "b")
+
+
+def test_what_is_reported_of_a_component_is_of_the_rows_that_it_scores() -> None:
+    made = rollout([1.0, 5.0, 6.0])
+    scored = [score(scorer({"one": ["a"], "two": ["b"]}), source) for source in ("a", "b", "b")]
+    assert _component_means(replace(made, rewards=scored)) == {"one": 1.0, "two": 10.0}
+
+
+def test_the_dry_run_of_the_data_check_asks_each_component_for_its_own_rows() -> None:
+    rows = [Row(i, f"r:{i}", "p", "1", None, source) for i, source in enumerate(("a", "b"))]
+    found = dry_run(rows, scorer({"one": ["a"], "two": ["b"]}), limit_s=60).report
+    assert found.components == {"one": 0.5, "two": 5.0}
+    assert found.truth == (1.0 + 0.5 * 10.0) / 2
+
+
+def test_a_generation_batch_larger_than_the_data_is_named_as_such() -> None:
+    with pytest.raises(DataError, match="fewer rows than one batch") as caught:
+        BatchSampler(4, 8, setting="data.gen_batch_size")
+    assert "data.gen_batch_size=4" in str(caught.value)
 
 
 def test_sources_and_rows_must_know_each_other() -> None:

@@ -20,24 +20,34 @@ class BatchSampler:
         batch_size: rows of a batch.
         shuffle: a new order each epoch; otherwise the order of the file.
         seed: of the shuffle.
+        setting: the key that ``batch_size`` comes from, for messages.
 
     Raises:
         DataError: fewer rows than one batch.
     """
 
-    def __init__(self, num_rows: int, batch_size: int, shuffle: bool = True, seed: int = 0) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        *,
+        setting: str = "data.train_batch_size",
+    ) -> None:
         assert batch_size > 0, f"batch_size {batch_size}"
         if num_rows < batch_size:
             raise DataError(
                 "the training data has fewer rows than one batch",
                 found=f"{num_rows} rows",
-                wanted=f"at least data.train_batch_size = {batch_size}",
-                next=f"data.train_batch_size={num_rows}, or more rows" if num_rows else "add rows to data.train_files",
+                wanted=f"at least {setting} = {batch_size}",
+                next=f"{setting}={num_rows}, or more rows" if num_rows else "add rows to data.train_files",
             )
         self._num_rows = num_rows
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed
+        self._setting = setting
         self._start(epoch=0, position=0, carry=[])
 
     @property
@@ -81,7 +91,7 @@ class BatchSampler:
         mine = self.state_dict()
         names = {
             "num_rows": "the rows of data.train_files",
-            "batch_size": "data.train_batch_size",
+            "batch_size": self._setting,
             "shuffle": "data.shuffle",
             "seed": "trainer.seed",
         }

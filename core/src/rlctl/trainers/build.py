@@ -95,8 +95,14 @@ def prepare(context: setup.Context) -> Prepared:
     with reporter.phase("encoding rows", None):
         train_rows = fit_rows(train_rows, encoder, config.data, sft=sft)
         val_rows = fit_rows(val_rows, encoder, config.data, sft=sft)
-    drawn = (None if sft else config.data.gen_batch_size) or config.data.train_batch_size
-    sampler = BatchSampler(len(train_rows), drawn, config.data.shuffle, config.trainer.seed)
+    drawn = None if sft else config.data.gen_batch_size
+    sampler = BatchSampler(
+        len(train_rows),
+        drawn or config.data.train_batch_size,
+        config.data.shuffle,
+        config.trainer.seed,
+        setting="data.gen_batch_size" if drawn else "data.train_batch_size",
+    )
     steps = setup.schedule_length(config, len(train_rows))
     return Prepared(
         context, model, tokenizer, encoder, train_rows, val_rows, sampler, steps, teacher_models, algorithms, critic

@@ -155,7 +155,8 @@ class RewardStage:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take :meth:`state_dict`'s answer back; what the configuration has switched off since then is left out."""
         self.kl_coef = state.get("kl_coef") if self.algorithm.kl_ctrl.type == "adaptive" else None
-        self.moments = {key: Moments(**value) for key, value in state.get("moments", {}).items()}
+        kept = state.get("moments", {}) if self.config.normalize != "none" else {}
+        self.moments = {key: Moments(**value) for key, value in kept.items()}
 
 
 def truncated(rollout: ScoredRollout) -> torch.Tensor:

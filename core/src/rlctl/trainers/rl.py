@@ -352,7 +352,9 @@ class RLTrainer:
 
 
 def _component_means(rollout: ScoredRollout) -> dict[str, float]:
+    """Mean of each component over the rows that have it: some are of certain sources only."""
     names = sorted({name for r in rollout.rewards for name in r.components})
     if len(names) < 2:
         return {}
-    return {n: sum(r.components.get(n, 0.0) for r in rollout.rewards) / len(rollout.rewards) for n in names}
+    found = {n: [r.components[n] for r in rollout.rewards if n in r.components] for n in names}
+    return {n: sum(values) / len(values) for n, values in found.items()}

@@ -4,12 +4,12 @@ An estimator is a pure function that names what it takes among these inputs (R r
 C components of the reward); numbers are float64, on the CPU:
 
 =====================  ===========  ====================================================================================
-``scores``             ``[R]``      reward of each row
+``scores``             ``[R]``      reward of each row, shaped as the section ``reward`` says, less the KL where that is in it
 ``groups``             ``[R]``      index of each row's prompt; rows of one prompt need not be neighbours
 ``mask``               ``[N]``      True where a token is trained
 ``row_ids``            ``[N]``      the row of each token
 ``positions``          ``[N]``      place of each token in its row
-``token_rewards``      ``[N]``      the score at the last trained token of a row, zero elsewhere
+``token_rewards``      ``[N]``      the shaped reward at the last trained token of a row, less the KL of each where that is in it
 ``components``         ``[C, R]``   unweighted value of each component
 ``component_weights``  ``[C]``      their weights in the score
 ``rollout_log_probs``  ``[N]``      log-probs of the sampled tokens, of the engine that sampled them
