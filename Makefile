@@ -86,11 +86,11 @@ $(VENVS)/vllm/.ok: core/pyproject.toml cli/pyproject.toml plugins/fsdp/pyproject
 
 test-vllm: $(VENVS)/vllm/.ok
 	OMP_NUM_THREADS=1 $(VENVS)/vllm/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile plugins/vllm/tests \
-	  tests/test_vllm_grpo.py $(PYTEST_ARGS)
+	  tests/test_vllm_grpo.py tests/test_distillation_rollout_teacher.py $(PYTEST_ARGS)
 
 evidence-vllm: $(VENVS)/vllm/.ok
 	RLCTL_EVIDENCE_DIR=$(CURDIR)/plugins/vllm/src/rlctl_vllm/evidence OMP_NUM_THREADS=1 $(VENVS)/vllm/bin/python -m pytest \
-	  plugins/vllm/tests/test_vllm_parity.py tests/test_vllm_grpo.py
+	  plugins/vllm/tests/test_vllm_parity.py tests/test_vllm_grpo.py tests/test_distillation_rollout_teacher.py
 
 # The records that ship inside the plugins: written by what compares, never by hand.
 evidence: $(VENV)/.dev

@@ -107,6 +107,8 @@ class BackendSpec:
         routing_tests: the test that covers how a run on a device reaches this backend, by device type, for devices that it was
             never proved on (``path/to/file.py::test``). It stands beside the level and raises none.
         one_layout: engines of one process must have the same parallel sizes (the library keeps its groups in globals).
+        one_engine: a process has one engine of it at a time.
+        scores: of a rollout backend: its engine has ``rlctl_score``, so it can be a teacher.
     """
 
     name: str
@@ -126,6 +128,8 @@ class BackendSpec:
     one_layout: bool = False
     remedies: Mapping[str, str] = field(default_factory=dict)
     routing_tests: Mapping[str, str] = field(default_factory=dict)
+    one_engine: bool = False
+    scores: bool = False
 
 
 class CheckStatus(StrEnum):

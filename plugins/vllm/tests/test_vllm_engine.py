@@ -51,6 +51,7 @@ def generate(engine: Engine, prompts: list[list[int]] = PROMPTS, **params: Any) 
     [
         ({"temperature": 0.001}, "temperature"),
         ({"temperature": -1.0}, "temperature"),
+        ({"temperature": 2.5}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_k": -1}, "top_k"),
         ({"n": 0}, "with this n"),

@@ -25,6 +25,7 @@ from rlctl.config.schema import ActorConfig, CriticConfig, RefConfig, RolloutCon
 from rlctl.config.schema_critic import needs_critic
 from rlctl.config.schema_runtime import MAIN_POOL
 from rlctl.config.suggest import for_key, nearest
+from rlctl.config.teacher_engine import teacher_problems
 from rlctl.declare import guarded, load_object
 from rlctl.errors import RlctlError
 from rlctl.records import BackendKind, BackendSpec
@@ -39,13 +40,15 @@ _ROLE_MODELS: dict[str, type[BaseModel]] = {
     "teacher": TeacherConfig,
     "rollout": RolloutConfig,
 }
-ROLE_KINDS: dict[str, BackendKind] = {
-    "actor": BackendKind.TRAIN,
-    "ref": BackendKind.TRAIN,
-    "critic": BackendKind.TRAIN,
-    "teacher": BackendKind.TRAIN,
-    "rollout": BackendKind.ROLLOUT,
+ROLE_KINDS: dict[str, tuple[BackendKind, ...]] = {
+    "actor": (BackendKind.TRAIN,),
+    "ref": (BackendKind.TRAIN,),
+    "critic": (BackendKind.TRAIN,),
+    # A training engine that never trains, or a rollout engine that scores given tokens.
+    "teacher": (BackendKind.TRAIN, BackendKind.ROLLOUT),
+    "rollout": (BackendKind.ROLLOUT,),
 }
+"""The kinds of backends that a role may have; where a name is of two kinds, the first."""
 _DEFAULT_BACKENDS = {role: cls.model_fields["backend"].default for role, cls in _ROLE_MODELS.items()}
 FOLLOWERS = ("ref", "critic", "teacher")
 """Roles that take from the actor what they do not state."""
@@ -67,6 +70,21 @@ class Engines:
     models: dict[str, type[BaseModel]] = field(default_factory=dict)
     specs: dict[str, BackendSpec] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+
+
+def find_of_role(plugins: PluginSet, role: str, name: str, device: str | None = None) -> BackendRecord | None:
+    """The record that ``name`` reaches for a role."""
+    found = (find_backend(plugins, name, kind, device) for kind in ROLE_KINDS[role])
+    return next((record for record in found if record is not None), None)
+
+
+def kind_of_role(plugins: PluginSet, role: str, name: str) -> BackendKind:
+    """The kind of backend that ``name`` is for a role: that of one that is there, else of one that is known, else the usual one."""
+    record = find_of_role(plugins, role, name)
+    if record is not None:
+        return record.spec.kind
+    kinds = ROLE_KINDS[role]
+    return next((kind for kind in kinds if catalogue.find(name, kind) is not None), kinds[0])
 
 
 def find_backend(plugins: PluginSet, name: str, kind: BackendKind, device: str | None = None) -> BackendRecord | None:
@@ -207,16 +225,16 @@ def _one_role(
     device = _device(document)
     if homes.python_of(role) is not None and not _takes_part(document, role):
         return  # nobody is asked for a role that takes no part
-    home = homes.of(role, (name, ROLE_KINDS[role]))
+    home = homes.of(role, (name, ROLE_KINDS[role][0]))
     if home is None:
         return  # its interpreter does not answer, which is said
-    record = find_backend(home.plugins, name, ROLE_KINDS[role], device)
+    record = find_of_role(home.plugins, role, name, device)
     derived = _derived(document, role)
     if record is None:
         # Where the reference follows the actor, also in its environment, the actor's own complaint is enough.
         if _needed(document, role) and not (derived and home.python == homes.python_of("actor")):
             out.problems.append(_unavailable(document, loc, name, home))
-            known = catalogue.find(name, ROLE_KINDS[role])
+            known = catalogue.find(name, kind_of_role(home.plugins, role, name))
             if known is not None:
                 # What is known of its axes is said too: with another backend it may be the reason to choose it.
                 out.problems += axis_problems(document, role, known.spec, device, notice)
@@ -238,6 +256,8 @@ def _one_role(
     if head_of(role) not in spec.model_types:
         out.problems.append(_without_head(document, role, spec, home.plugins, derived))
         return
+    if role == "teacher":
+        out.problems += teacher_problems(document, spec, home.plugins)
     _engine_section(document, role, spec, home, out)
     if not derived or (role in FOLLOWERS and (_own_pool(document, role) or _own_sizes(document, role))):
         out.problems += axis_problems(document, role, spec, device, notice)
@@ -263,12 +283,13 @@ def _without_head(document: Document, role: str, spec: BackendSpec, plugins: Plu
 def _unavailable(document: Document, loc: Loc, name: str, home: Home) -> Problem:
     from rlctl.registry import short_name
 
-    kind = ROLE_KINDS[str(loc[0])]
+    role = str(loc[0])
+    kinds, kind = ROLE_KINDS[role], kind_of_role(home.plugins, role, name)
     try:
         home.require_backend(name, kind)
     except RlctlError as error:
         return from_error(loc, document, error)
-    names = sorted({r.spec.name for r in home.plugins.backends() if r.spec.kind is kind})
+    names = sorted({r.spec.name for r in home.plugins.backends() if r.spec.kind in kinds})
     return Problem(
         dotted(loc),
         str(document.origin(loc)),

@@ -109,12 +109,14 @@ def require_backends(config: RunConfig, plugins: PluginSet) -> None:
     Raises:
         RlctlError: one is not there, where its role lives.
     """
+    from rlctl.config.engines import kind_of_role
     from rlctl.device import named_device
 
     device = named_device(config.trainer.device)
     for role, pool in config.roles_used().items():
         name, kind = config.backend_of(role)
-        home(config.runtime.python_of(pool), plugins, (name, kind)).require_backend(name, kind, device)
+        there = home(config.runtime.python_of(pool), plugins, (name, kind))
+        there.require_backend(name, kind_of_role(there.plugins, role, name), device)
 
 
 def require_imports(config: RunConfig, plugins: PluginSet, device: str | None, notice: Callable[[str], None]) -> None:
@@ -127,15 +129,18 @@ def require_imports(config: RunConfig, plugins: PluginSet, device: str | None, n
     Raises:
         RlctlError: one does not.
     """
-    asked = {(config.runtime.python_of(pool), *config.backend_of(role)) for role, pool in config.roles_used().items()}
-    for python, name, kind in sorted(found for found in asked if found[0] is not None):
-        assert python is not None
-        from rlctl.config.engines import find_backend
-        from rlctl.interpreters.asking import require_import
+    from rlctl.config.engines import find_of_role, kind_of_role
+    from rlctl.interpreters.asking import require_import
 
+    asked = {
+        (python, *config.backend_of(role)): role
+        for role, pool in config.roles_used().items()
+        if (python := config.runtime.python_of(pool)) is not None
+    }
+    for (python, name, kind), role in sorted(asked.items()):
         there = home(python, plugins, (name, kind))
-        there.require_backend(name, kind)
-        record = find_backend(there.plugins, name, kind, device)
+        there.require_backend(name, kind_of_role(there.plugins, role, name))
+        record = find_of_role(there.plugins, role, name, device)
         assert record is not None, "it was found a line above"
         require_import(python, record, config.runtime.start_timeout_s, notice)
 

@@ -38,7 +38,7 @@ def json_schema(plugins: PluginSet, backend: str | None = None, rollout: str | N
     trains = backend is None or find_backend(plugins, backend, BackendKind.TRAIN) is not None
     if not trains and backend is not None and find_backend(plugins, backend, BackendKind.ROLLOUT) is not None:
         kinds = {BackendKind.TRAIN: None, BackendKind.ROLLOUT: rollout or backend}
-    for role, kind in ROLE_KINDS.items():
+    for role, (kind, *_) in ROLE_KINDS.items():
         name = kinds[kind]
         if name is not None:
             _fill_in(schema, role, name, kind, plugins)

@@ -47,7 +47,7 @@ def teacher_of(row: Row, route_by: str, names: Sequence[str]) -> str:
 
 @dataclass
 class TeacherRole:
-    """Training engines built with ``forward_only``, one a teacher.
+    """Training engines built with ``forward_only``, or rollout engines that score; one a teacher.
 
     Args:
         engines: teacher's name to its engine.

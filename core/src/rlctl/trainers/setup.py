@@ -26,6 +26,7 @@ from rlctl.runtime.carriage import Transfer
 from rlctl.runtime.pools import Pools
 from rlctl.runtime.records import BuildSpec
 from rlctl.runtime.remote import RemoteEngine
+from rlctl.runtime.scoring import ScoringEngine
 from rlctl.runtime.transfer import CONTROLLER
 from rlctl.topology import Topology
 from rlctl.tracking.reporter import Reporter
@@ -110,6 +111,17 @@ def rollout_spec(context: Context, model: ModelConfig, *, name: str = "rollout")
     axes = topology.resolve_rollout(context.pools.size(config.pool), config.parallel.model_dump())
     home = context.home(config.pool)
     return _spec(context, home, name, BackendKind.ROLLOUT, config.backend, config.engine, axes, model, None)
+
+
+def scoring_spec(context: Context, role: TrainRole, model: ModelConfig, *, name: str) -> BuildSpec:
+    """A rollout engine that only scores for ``role``, with the weights of ``model``. Nothing is started.
+
+    Raises:
+        RlctlError: the backend does not answer, or cannot run the topology.
+    """
+    axes = topology.resolve_rollout(context.pools.size(_pool(context, role)), role.parallel.model_dump())
+    home = context.home(_pool(context, role))
+    return _spec(context, home, name, BackendKind.ROLLOUT, role.backend, role.engine, axes, model, None)
 
 
 def copy_dtype(config: RunConfig) -> str | None:
@@ -213,7 +225,15 @@ def build_rollout_engine(context: Context, model: ModelConfig, *, name: str = "r
     return _build(context, context.config.rollout.pool, spec)
 
 
-def _build(context: Context, pool: str, spec: BuildSpec, *, balance: bool = True) -> RemoteEngine:
+def build_scoring_engine(context: Context, role: TrainRole, model: ModelConfig, *, name: str) -> RemoteEngine:
+    """Build a rollout engine that is asked like a training engine; see :func:`scoring_spec`."""
+    spec, balance = scoring_spec(context, role, model, name=name), context.config.trainer.balance_batch
+    return _build(context, _pool(context, role), spec, balance=balance, kind=ScoringEngine)
+
+
+def _build(
+    context: Context, pool: str, spec: BuildSpec, *, balance: bool = True, kind: type[RemoteEngine] = RemoteEngine
+) -> RemoteEngine:
     """Start the pool if it has not started yet, then build, with something to see meanwhile."""
     pools, reporter = context.pools, context.reporter
     if not pools.started(pool) and pools.launcher != "inline":
@@ -221,7 +241,7 @@ def _build(context: Context, pool: str, spec: BuildSpec, *, balance: bool = True
         with reporter.phase(f"start {ranks} {'rank' if ranks == 1 else 'ranks'} of pool {pool}", None):
             pools.group(pool)
     with reporter.phase(f"build {spec.role}", None):
-        return RemoteEngine.build(pools.group(pool), spec, balance=balance)
+        return kind.build(pools.group(pool), spec, balance=balance)
 
 
 def _pool(context: Context, role: TrainRole) -> str:

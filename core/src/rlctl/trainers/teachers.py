@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlctl.algorithms.distillation_loss import DistillationLoss
+from rlctl.config.engines import find_of_role
 from rlctl.config.schema import ActorConfig, ModelConfig, RunConfig, TeacherConfig
 from rlctl.config.schema_distillation import DistillationConfig
 from rlctl.data.prompts import PromptEncoder
@@ -16,6 +17,7 @@ from rlctl.data.rows import Row
 from rlctl.data.same_tokens import require_same_tokens
 from rlctl.data.tokenizer import load_tokenizer
 from rlctl.models import resolve_model_source
+from rlctl.records import BackendKind
 from rlctl.roles.actor import ActorRole
 from rlctl.roles.teacher import ONE, TeacherRole, teacher_of
 from rlctl.runtime.remote import RemoteEngine
@@ -41,10 +43,13 @@ def find_teachers(context: setup.Context, tokenizer: PreTrainedTokenizerBase) ->
     given = section.models or {ONE: _one(section)}
     models = {name: resolve_model_source(m, notice=context.reporter.message) for name, m in given.items()}
     for name, model in models.items():
-        backend, engine = _backend(context.config)
-        setup.train_spec(
-            context, section, model, name=engine_name(name), optim=None, backend=backend, engine_section=engine
-        )
+        if _scores_by_rollout(context):
+            setup.scoring_spec(context, section, model, name=engine_name(name))
+        else:
+            backend, engine = _backend(context.config)
+            setup.train_spec(
+                context, section, model, name=engine_name(name), optim=None, backend=backend, engine_section=engine
+            )
         require_same_tokens(tokenizer, load_tokenizer(model), name=name)
     return models
 
@@ -81,6 +86,11 @@ def train_teacher(
         return {name: trained_model(model, dest)}
     backend, engine = _backend(context.config)
     with_backend = section.model_copy(update={"backend": backend, "engine": engine})
+    if _scores_by_rollout(context):
+        # It cannot train: the actor's backend does, where the actor lives.
+        actor = context.config.actor
+        as_actor = {name: getattr(actor, name) for name in ("backend", "engine", "parallel", "pool")}
+        with_backend = section.model_copy(update=as_actor)
     trained = supervised_start(
         context, model, encoder, scorer, train_rows, val_rows, dest,
         settings=section.train, role=with_backend, name="teacher_training", words="teacher",
@@ -96,8 +106,11 @@ def build_teachers(
     if section is None or distillation is None:
         return None
     backend, engine = _backend(context.config)
+    by_rollout = _scores_by_rollout(context)
     engines = {
-        name: setup.build_train_engine(
+        name: setup.build_scoring_engine(context, section, model, name=engine_name(name))
+        if by_rollout
+        else setup.build_train_engine(
             context, section, model, name=engine_name(name), optim=None, backend=backend, engine_section=engine
         )
         for name, model in models.items()
@@ -133,6 +146,14 @@ def held_out_kl(teacher: TeacherRole, actor: ActorRole, batches: Sequence[tuple[
 def _one(section: TeacherConfig) -> ModelConfig:
     assert section.model is not None, "the schema asks for one of model and models"
     return section.model
+
+
+def _scores_by_rollout(context: setup.Context) -> bool:
+    """True for teachers on a rollout backend (see :mod:`rlctl.config.teacher_engine`)."""
+    backend, _ = _backend(context.config)
+    there = context.home(context.config.pool_of("teacher")).plugins
+    record = find_of_role(there, "teacher", backend, context.device.type)
+    return record is not None and record.spec.kind is BackendKind.ROLLOUT
 
 
 def _backend(config: RunConfig) -> tuple[str, dict[str, object]]:

@@ -110,5 +110,6 @@ def rlctl_backends() -> list[BackendSpec]:
             install_hint=INSTALL_HINT,
             summary="Embedded generation with transformers, in the training process",
             routing_tests={"npu": _ON_A_DOUBLE},
+            scores=True,
         ),
     ]

@@ -97,6 +97,8 @@ def rlctl_backends() -> list[BackendSpec]:
             summary="vLLM: fast generation with weights updated in place",
             env={"VLLM_LOGGING_LEVEL": "ERROR"},
             routing_tests={"npu": "plugins/vllm/tests/test_vllm_plugin.py::test_an_npu_is_reached_through_vllm_ascend"},
+            one_engine=True,
+            scores=True,
         )
     ]
 

@@ -12,6 +12,7 @@ from rlctl.generation import Completion, FinishReason, GenerateRequest, Sampling
 from rlctl_vllm import compat
 
 _MASK = (1 << 64) - 1
+_HIGHEST_TEMPERATURE = 2.0
 _LOWEST_TEMPERATURE = 0.01
 """vLLM raises smaller ones to it, and says so only in its log."""
 
@@ -72,8 +73,8 @@ def check_request(request: GenerateRequest, vocab: int, longest: int) -> None:
         (
             "temperature",
             params.temperature,
-            params.temperature == 0 or _LOWEST_TEMPERATURE <= params.temperature < float("inf"),
-            f"0 (greedy), or {_LOWEST_TEMPERATURE} or more: vLLM raises smaller ones",
+            params.temperature == 0 or _LOWEST_TEMPERATURE <= params.temperature <= _HIGHEST_TEMPERATURE,
+            f"0 (greedy), or {_LOWEST_TEMPERATURE} to {_HIGHEST_TEMPERATURE}: vLLM raises smaller ones and refuses greater ones",
         ),
         ("top_p", params.top_p, 0 < params.top_p <= 1, "more than 0, at most 1"),
         ("top_k", params.top_k, params.top_k >= 0, "0 (off) or more"),
