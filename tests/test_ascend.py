@@ -166,6 +166,14 @@ def test_fsdp2_and_hf_run_on_the_simulated_npu(simulated, tmp_path) -> None:
     assert [m["actor/grad_norm"] > 0 for m in steps(run)] == [True, True]
 
 
+def test_a_critic_by_mindspeeds_own_name_is_refused_by_name(simulated, tmp_path) -> None:
+    ppo = ["--backend", "mindspeed_megatron", "algorithm.adv_estimator=gae", "--run-dir", str(tmp_path / "run")]
+    done = simulated("train", "quickstart", *ppo)
+    assert done.returncode == 1
+    assert "mindspeed_megatron has no value_model, which a critic is" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 # ---- without them ------------------------------------------------------------------------------------------------------------
 def test_without_ascends_packages_the_doctor_explains_and_train_refuses_in_one_message(homes, tmp_path) -> None:
     on_npu = {**homes, "RLCTL_DEVICE": "npu"}
