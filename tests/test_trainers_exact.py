@@ -45,7 +45,7 @@ VARIANTS = {
     ],
     "the rollout's own log-probs, dynamic sampling": [
         *OFF_POLICY,
-        "algorithm.bypass_mode=true",
+        "algorithm.rollout_correction.bypass_mode=true",
         "algorithm.filter_groups={max_num_gen_batches: 4}",
         "data.gen_batch_size=3",
     ],

@@ -172,7 +172,7 @@ def test_kl_to_the_reference_starts_at_zero_and_grows(tmp_path):
 
 
 def test_bypass_mode_takes_the_rollouts_log_probs(tmp_path):
-    result = train(tmp_path, "algorithm.bypass_mode=true", "actor.ppo_mini_batch_size=2")
+    result = train(tmp_path, "algorithm.rollout_correction.bypass_mode=true", "actor.ppo_mini_batch_size=2")
     assert "timing_s/old_log_prob" not in result.last
     assert result.last["training/rollout_probs_diff_mean"] < 1e-4
 

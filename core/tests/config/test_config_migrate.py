@@ -420,6 +420,76 @@ actor_rollout_ref:
     assert migrate(text.replace("true", "false"), "verl.yaml").values["actor"] == {"entropy_coeff": 0.005}
 
 
+CORRECTION = """
+algorithm:
+  rollout_correction:
+    rollout_is: sequence
+    rollout_is_threshold: "0.5_5.0"
+    rollout_is_batch_normalize: false
+    rollout_rs: seq_mean_k1
+    rollout_rs_threshold: "0.99_1.01"
+    bypass_mode: false
+    loss_type: ppo_clip
+actor_rollout_ref: {rollout: {calculate_log_probs: true}}
+"""
+
+
+def test_verl_s_rollout_correction_passes_through_of_both_generations() -> None:
+    result = migrate(CORRECTION, "verl.yaml")
+    here = {
+        "rollout_is": "sequence",
+        "rollout_is_threshold": 5.0,
+        "rollout_is_threshold_lower": 0.5,
+        "rollout_rs": "geometric",
+        "rollout_rs_threshold": 1.01,
+        "rollout_rs_threshold_lower": 0.99,
+    }
+    assert result.values == {"algorithm": {"rollout_correction": here}}
+    assert not [item for item in result.left_out if not item.needless]
+    values = {"model": {"path": "m"}, "data": {"task": {"name": "sum"}}, **result.values}
+    assert RunConfig.model_validate(values).algorithm.rollout_correction is not None
+    older = """
+algorithm:
+  rollout_correction:
+    {rollout_is: null, rollout_is_threshold: 2.0, rollout_rs: token, rollout_rs_threshold: 2.0,
+     rollout_rs_threshold_lower: 0.4, rollout_token_veto_threshold: 1e-4}
+"""
+    rejection = {"rollout_rs": "token", "rollout_rs_threshold": 2.0, "rollout_rs_threshold_lower": 0.4}
+    wanted = {**rejection, "rollout_token_veto_threshold": 1e-4}
+    assert migrate(older, "verl.yaml").values["algorithm"]["rollout_correction"] == wanted
+    capped = migrate("actor_rollout_ref: {actor: {tis_imp_ratio_cap: 2.5}}\n", "verl.yaml").values
+    assert capped == {"algorithm": {"rollout_correction": {"rollout_is": "token", "rollout_is_threshold": 2.5}}}
+    off = migrate("actor_rollout_ref: {actor: {tis_imp_ratio_cap: -1}}\n", "verl.yaml")
+    assert (off.values, [item.needless for item in off.left_out]) == ({}, [True])
+
+
+def test_what_of_rollout_correction_has_no_place_here_is_said() -> None:
+    text = CORRECTION.replace("seq_mean_k1", "seq_max_k2").replace("normalize: false", "normalize: true")
+    result = migrate(text, "verl.yaml")
+    lost = {item.path.rpartition(".")[2]: item.reason for item in result.left_out if not item.needless}
+    assert set(lost) == {"rollout_rs", "rollout_is_batch_normalize"}
+    assert "geometric" in lost["rollout_rs"]
+    bypass = migrate(CORRECTION.replace("bypass_mode: false", "bypass_mode: true"), "verl.yaml")
+    assert bypass.values["algorithm"]["rollout_correction"] == {"bypass_mode": True}
+    assert [item.path.rpartition(".")[2] for item in bypass.left_out if not item.needless] == ["rollout_rs"]
+    reinforce = CORRECTION.replace("bypass_mode: false", "bypass_mode: true").replace("ppo_clip", "reinforce")
+    reasons = [item.reason for item in migrate(reinforce, "verl.yaml").left_out if not item.needless]
+    assert any("cispo" in reason for reason in reasons)
+
+
+def test_trl_s_correction_passes_through_where_its_defaults_play_no_part() -> None:
+    text = (
+        "use_vllm: true\nvllm_importance_sampling_correction: true\n"
+        "vllm_importance_sampling_mode: sequence_mask\nvllm_importance_sampling_cap: 3.0\n"
+    )
+    masked = migrate(text, "trl.yaml").values["algorithm"]["rollout_correction"]
+    assert masked == {"rollout_is": "sequence", "rollout_is_threshold": 3.0, "rollout_is_threshold_lower": 0.0}
+    cut = migrate(text.replace("sequence_mask", "token_truncate"), "trl.yaml").values["algorithm"]
+    assert cut["rollout_correction"] == {"rollout_is": "token", "rollout_is_threshold": 3.0}
+    vague = migrate("use_vllm: true\nvllm_importance_sampling_correction: true\n", "trl.yaml")
+    assert [item.needless for item in vague.left_out if "correction" in item.path] == [False]
+
+
 def test_what_is_switched_off_there_sets_nothing_here() -> None:
     """A file of verl has all these keys; those of a KL that is off would be refused here."""
     off = REWARDS.replace("use_kl_in_reward: true", "use_kl_in_reward: false").replace("enable: true", "enable: false")

@@ -16,7 +16,7 @@ from rlctl.errors import AlgorithmError
 _PARAMETERS = {"norm_adv_by_std_in_grpo": "norm_by_std"}
 """Keys of the configuration whose parameter goes by a shorter name."""
 
-_NOT_SETTINGS = ("loss_mode", "adv_estimator", "args", "adv_args", "bypass_mode")
+_NOT_SETTINGS = ("loss_mode", "adv_estimator", "args", "adv_args", "rollout_correction")
 
 
 def settings_of(algorithm: Algorithm, section: PolicyLossConfig | AlgorithmConfig) -> dict[str, Any]:

@@ -18,6 +18,9 @@ from rlctl.config.schema import ActorConfig
 from rlctl.logits import LogitsReader, LossOutput
 from rlctl.records import AlgorithmKind
 
+IS_WEIGHTS = "rollout_is_weights"
+"""Item field ``[N]``: the weight of each token's policy loss, see :mod:`rlctl.algorithms.rollout_correction`."""
+
 
 @dataclass(frozen=True)
 class PolicyLoss:
@@ -25,8 +28,8 @@ class PolicyLoss:
 
     Fields read: ``item_weight``, ``loss_mask``, ``advantages``, and where present ``old_log_probs`` (absent: the batch is
     exactly on policy, so the old log-probs are the current ones), ``ref_log_probs`` (with ``kl_loss_type`` full also
-    ``ref_log_probs_all`` ``[N, V]``), ``rollout_log_probs``, and what the
-    policy loss names beside them.
+    ``ref_log_probs_all`` ``[N, V]``), ``rollout_log_probs``, :data:`IS_WEIGHTS`,
+    and what the policy loss names beside them.
 
     Args:
         algorithm: the policy loss; None: rlctl's own of the name in ``config``.
@@ -77,7 +80,8 @@ class PolicyLoss:
         def share(active: torch.Tensor | None) -> torch.Tensor:
             return weight.new_zeros(()) if active is None else total(active.float())
 
-        pg_loss = total(policy.loss)
+        # The policy's part alone, as the papers have it: KL and entropy bonus keep their coefficients.
+        pg_loss = total(policy.loss * field[IS_WEIGHTS] if IS_WEIGHTS in field else policy.loss)
         loss = pg_loss
         sums: dict[str, torch.Tensor | float] = {
             "actor/pg_loss": pg_loss.detach(),

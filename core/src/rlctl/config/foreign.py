@@ -105,6 +105,10 @@ FOREIGN: dict[str, tuple[str, str]] = {
     ),
     "cliprange_value": ("critic.value_clip", ""),
     "critic_warmup": ("critic.warmup_steps", ""),
+    "tis_imp_ratio_cap": ("algorithm.rollout_correction.rollout_is_threshold", "with rollout_is: token"),
+    "rollout_is": ("algorithm.rollout_correction.rollout_is", ""),
+    "rollout_rs": ("algorithm.rollout_correction.rollout_rs", ""),
+    "bypass_mode": ("algorithm.rollout_correction.bypass_mode", ""),
     "gae_lambda": ("algorithm.lam", ""),
     "gpu_memory_utilization": ("rollout.engine", "the key of the rollout backend's own section"),
 }

@@ -10,6 +10,7 @@ from typing import Any
 from rlctl.config.check import check
 from rlctl.config.document import Document, Loc, Origin, PlaceError, dotted, leaves
 from rlctl.config.foreign import our_path
+from rlctl.config.migrate_correction_rules import RULES as CORRECTION_RULES
 from rlctl.config.migrate_reward_rules import RULES as REWARD_RULES
 from rlctl.config.migrate_rules import RULES as FURTHER_RULES
 from rlctl.config.migrate_rules import SECTIONS, Left
@@ -21,7 +22,7 @@ from rlctl.config.suggest import for_key
 from rlctl.config.yaml_dump import dump
 from rlctl.config.yaml_source import parse, parse_value
 
-RULES = {**FURTHER_RULES, **REWARD_RULES}
+RULES = {**FURTHER_RULES, **REWARD_RULES, **CORRECTION_RULES}
 _WRAPPER = "actor_rollout_ref"
 _REFERENCE = re.compile(r"^\$\{(?:oc\.select:)?([\w.]+)(?:,([^{}]*))?\}$")
 

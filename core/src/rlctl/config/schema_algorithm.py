@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat
 
 from rlctl.config.base import Count, Strict
+from rlctl.config.schema_correction import RolloutCorrectionConfig
 
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -113,8 +114,8 @@ class AlgorithmConfig(Strict):
         description="gae: 0 trusts the critic one token ahead, 1 the rewards of the whole response.",
     )
     adv_args: dict[str, Any] = Field(default_factory=dict, description="Further arguments of a function of your own.")
-    bypass_mode: bool = Field(
-        default=False, description="Take the rollout's log-probs as old log-probs instead of recomputing them."
+    rollout_correction: RolloutCorrectionConfig | None = Field(
+        default=None, description="Weights and rejections where the rollout's log-probs are not the trainer's."
     )
     use_kl_in_reward: bool = Field(
         default=False, description="Subtract the KL to the reference from the reward of each token."
@@ -131,3 +132,8 @@ class AlgorithmConfig(Strict):
     mask_truncated_completions: bool = Field(
         default=False, description="Do not train on responses that the length limit cut; they count in their group."
     )
+
+    @property
+    def bypass_mode(self) -> bool:
+        """True where the rollout's log-probs stand for the old ones."""
+        return self.rollout_correction is not None and self.rollout_correction.bypass_mode

@@ -30,6 +30,7 @@ from rlctl.trainers.critic import build_critic, find_critic
 from rlctl.trainers.entropy import EntropyStage
 from rlctl.trainers.rewards import RewardStage
 from rlctl.trainers.rl import RLTrainer
+from rlctl.trainers.rollout_correction import correction_stage
 from rlctl.trainers.sft import SFTTrainer
 from rlctl.trainers.trainer import Trainer
 from rlctl.trainers.warm_start import trained_model, warm_start
@@ -163,9 +164,10 @@ def _build_rl(p: Prepared, run_dir: Path, *, resuming: bool, closing: ExitStack)
     teacher = teachers.build_teachers(context, teacher_models, actor)
     if teacher is not None:
         engines |= {teachers.engine_name(name): engine for name, engine in teacher.engines.items()}
+    actor_role = _actor_role(context, actor, p.algorithms[AlgorithmKind.POLICY_LOSS])
     trainer = RLTrainer(
         context,
-        _actor_role(context, actor, p.algorithms[AlgorithmKind.POLICY_LOSS]),
+        actor_role,
         _rollout_role(p, rollout),
         reference,
         p.encoder,
@@ -182,6 +184,7 @@ def _build_rl(p: Prepared, run_dir: Path, *, resuming: bool, closing: ExitStack)
         EntropyStage(config.actor),
         teacher,
         critic,
+        correction_stage(config, check_rollout=actor_role.check_rollout),
     )
     return Built(trainer, engines, models)
 

@@ -28,6 +28,7 @@ from rlctl.trainers.critic import CriticStage
 from rlctl.trainers.entropy import EntropyStage
 from rlctl.trainers.evaluation import ScoredRollout, length_metrics, score_completions, validate, watch_rows
 from rlctl.trainers.rewards import RewardStage
+from rlctl.trainers.rollout_correction import CorrectionStage
 from rlctl.trainers.sampling import gather
 from rlctl.trainers.seeds import step_seed
 from rlctl.trainers.setup import Context, sync_note
@@ -71,6 +72,7 @@ class RLTrainer:
     entropy: EntropyStage
     teacher: TeacherRole | None = None
     critic: CriticStage | None = None
+    correction: CorrectionStage | None = None
     checked_all_rows: bool = False
     watched: list[tuple[int, int]] = field(default_factory=list)
 
@@ -247,16 +249,20 @@ class RLTrainer:
                 metrics |= self.gap_without_update(batch, rows_per_step, step, timer)
                 self.guard(metrics)
                 return metrics
-        if "old_log_probs" not in batch.items and (not one_step or self.actor.formula.chooser is not None):
+        compared = self.actor.formula.chooser is not None or self.correction is not None
+        if "old_log_probs" not in batch.items and (not one_step or compared):
             # With exactly one optimizer step the old log-probs are the current ones: a pass of its own adds nothing, unless
-            # tokens are chosen by them before that step.
+            # tokens are chosen, weighed or rejected by them before that step.
             with timer("old_log_prob"):
                 batch = batch.with_items(old_log_probs=self.actor.score(batch)["log_probs"])
+        corrected: dict[str, float] = {}
+        if self.correction is not None:
+            batch, corrected = self.correction(batch)
         keep = self.rows_with_gradient(batch)
         metrics["actor/rows_with_gradient"] = len(keep) / batch.num_rows
         if actor_cfg.use_kl_loss:
             batch = self.with_reference(batch, timer)
-        if keep.isdisjoint(range(rows_per_step)):
+        if self.correction is None and keep.isdisjoint(range(rows_per_step)):
             # The first mini-batch trains nothing, so that the update, which measures the gap, will not see it.
             metrics |= self.gap_without_update(batch, rows_per_step, step, timer)
         generator = torch.Generator().manual_seed(step_seed(config.trainer.seed, step, 1))
@@ -264,6 +270,7 @@ class RLTrainer:
         with timer("update_actor"):
             metrics |= self.actor.update(batch, rows_per_step, keep, generator)
         metrics |= self.entropy.learn(metrics)
+        metrics |= corrected
         self.guard(metrics)
         return metrics
 
@@ -310,7 +317,8 @@ class RLTrainer:
                 found=f"mean |difference| {gap:.4f}",
                 wanted=f"at most {limit} (under 0.005 is normal)",
                 next="check that both use one dtype and one chat template; "
-                "guards.rollout_probs_diff_mean_max sets the limit, guards.rollout_logprob_check=false turns it off",
+                "guards.rollout_probs_diff_mean_max sets the limit, guards.rollout_logprob_check=false turns it off; "
+                "algorithm.rollout_correction weighs samples that differ",
             )
 
     # ---- validation -------------------------------------------------------------------------------------------
