@@ -40,6 +40,7 @@ VARIANTS = {
         "algorithm.use_kl_in_reward=true",
         "algorithm.kl_ctrl={type: adaptive, kl_coef: 0.05, target_kl: 0.01, horizon: 50}",
         "algorithm.adv_estimator=dr_grpo",
+        "algorithm.rollout_correction={rollout_is: sequence, rollout_rs: token, rollout_rs_threshold: 2}",
         "reward.normalize=running",
         "reward.normalize_by=data_source",
     ],

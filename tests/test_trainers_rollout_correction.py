@@ -18,6 +18,7 @@ from rlctl.engine import Engine
 from rlctl.plugins import load_plugins
 from rlctl.roles.actor import ActorRole
 from rlctl.tracking.reporter import NullReporter
+from rlctl.trainers.critic import CriticStage
 from rlctl.trainers.run import Runner, RunResult
 
 TINY = [
@@ -95,6 +96,8 @@ def test_weights_and_rejections_reach_the_loss(train: Train, level: str) -> None
     everything, trained = sum(map(sum, sampled)), sum(map(sum, kept))
     lost = everything - trained
     assert lost > 0
+    # Advantages were made before: a rejected token has its row's.
+    assert any(a for row in zip(advantages, sampled, kept, strict=True) for a, s, k in zip(*row, strict=True) if s > k)
     weights = ratios if level == "token" else [[math.prod(r for r in row if r)] * len(row) for row in ratios]
     # One optimizer step: the policy is still the old one, the loss of a token is minus its weighed advantage.
     terms = [
@@ -116,6 +119,28 @@ def test_weights_and_rejections_reach_the_loss(train: Train, level: str) -> None
         if s
     ]
     assert found["training/rollout_probs_diff_mean"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-4)
+
+    if level == "token":
+        cut, [parts] = train(*on, "actor.max_tokens_per_device=32", "data.max_prompt_length=16", name="cut")
+        assert cut.last["actor/num_micro_batches"] > 1
+        assert cut.last["actor/pg_loss"] == pytest.approx(want, abs=1e-6)
+        assert torch.equal(parts.items["loss_mask"], mini.items["loss_mask"])
+
+
+def test_a_critic_learns_from_rejected_tokens_too(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    learn, taught = CriticStage.learn, list[PackedBatch]()
+
+    def watched(self, batch, generator):
+        taught.append(batch)
+        return learn(self, batch, generator)
+
+    monkeypatch.setattr(CriticStage, "learn", watched)
+    rejection = "algorithm.rollout_correction={rollout_rs: token, rollout_rs_threshold: 3.0}"
+    result, [mini] = train(rejection, "algorithm.adv_estimator=gae", "actor.skip_zero_advantage=false")
+    share = result.last["rollout_corr/rollout_rs_masked_fraction"]
+    assert 0 < share < 1
+    whole = int(taught[0].items["loss_mask"].sum())
+    assert int(mini.items["loss_mask"].sum()) == round(whole * (1 - share))
 
 
 def test_rejected_tokens_have_no_gradient(train: Train) -> None:

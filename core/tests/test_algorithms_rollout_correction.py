@@ -16,6 +16,7 @@ from oracle.basics import gradients, leaves
 from oracle.cases import Case, case, cases
 from pydantic import ValidationError
 
+from rlctl.algorithms.distillation_loss import TEACHER_TEMPERATURE, DistillationLoss
 from rlctl.algorithms.losses import IS_WEIGHTS, PolicyLoss
 from rlctl.algorithms.rollout_correction import (
     LEVELS,
@@ -31,6 +32,7 @@ from rlctl.algorithms.rollout_correction import (
 from rlctl.batch import PackedBatch
 from rlctl.config.schema import ActorConfig, RunConfig
 from rlctl.config.schema_correction import RolloutCorrectionConfig
+from rlctl.config.schema_distillation import DistillationConfig
 from rlctl.normalizer import item_weights
 from rlctl.trainers.rollout_correction import CorrectionStage
 
@@ -142,6 +144,31 @@ def test_equal_policies_change_nothing() -> None:
         assert {metrics[f"rollout_corr/{name}"] for name in ("kl", "k3_kl", "chi2_token", "chi2_seq")} == {0.0}
         assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(1.0)
         assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.0
+
+
+def test_weights_scale_the_policy_term_alone() -> None:
+    """With weights of 0 what is left are KL, entropy and distillation, as they were."""
+    one = replace(CASES[3], advantages=[[1.0] * n for n in CASES[3].lengths])
+    batch = packed(one, torch.float32)
+    batch = batch.with_items(
+        item_weight=item_weights(batch, "token-mean", norm_length=5),
+        teacher_log_probs=batch.items["ref_log_probs"] - 0.25,
+    )
+    batch = replace(batch, meta={TEACHER_TEMPERATURE: 1.0})
+    actor = ActorConfig(use_kl_loss=True, kl_loss_coef=0.5, entropy_coeff=0.1)
+    reader: Any = Reader(flat(one.log_probs, torch.float32))
+    weights = torch.full((batch.num_items,), 0.25)
+    for loss in (PolicyLoss(actor), DistillationLoss(actor, DistillationConfig(loss_mode="k3", use_task_rewards=True))):
+        whole = loss(reader, batch)
+        part = loss(reader, batch.with_items(**{IS_WEIGHTS: weights}))
+        policy = float(whole.sums["actor/pg_loss"])
+        assert policy != 0
+        assert float(part.sums["actor/pg_loss"]) == pytest.approx(policy / 4, rel=1e-6)
+        assert float(whole.loss - part.loss) == pytest.approx(0.75 * policy, rel=1e-5)
+    # The reward of k1 is a policy loss, and weighed as one.
+    distilled = DistillationLoss(actor, DistillationConfig(loss_mode="k1"))
+    whole, part = distilled(reader, batch), distilled(reader, batch.with_items(**{IS_WEIGHTS: weights}))
+    assert float(part.sums["actor/pg_loss"]) == pytest.approx(float(whole.sums["actor/pg_loss"]) / 4, rel=1e-6)
 
 
 LOG2 = math.log(2)
