@@ -11,10 +11,21 @@ import pytest
 from rlctl.constraints import CONSTRAINTS
 from rlctl.device import Device
 from rlctl.doctor.environment import check_evidence
+from rlctl.doctor.report import BackendReport
 from rlctl.errors import CapabilityError, ConfigError, UsageError
 from rlctl.evidence import load_evidence
-from rlctl.plugins import load_plugins
-from rlctl.records import API_VERSION, Axis, BackendKind, BackendSpec, Capability, EvidenceLevel, ModelType, Support
+from rlctl.plugins import Stage, load_plugins
+from rlctl.records import (
+    API_VERSION,
+    Axis,
+    BackendKind,
+    BackendSpec,
+    Capability,
+    CheckStatus,
+    EvidenceLevel,
+    ModelType,
+    Support,
+)
 from rlctl.topology import Topology
 from rlctl.verify.compare import Delta
 from rlctl.verify.models import without_dropout
@@ -234,8 +245,10 @@ def test_verify_doctor_shows_what_was_proved(here) -> None:
     plugins = load_plugins()
     [record] = [r for r in plugins.backends() if r.spec.name == "mine"]
 
+    rows = [BackendReport("mine", "train", "toy", "toy", "1", Stage.REGISTERED, CheckStatus.OK)]
+
     def doctor() -> dict[str, str]:
-        check = check_evidence(plugins.entries)
+        check = check_evidence(rows, plugins.entries)
         return {"status": str(check.status), "found": check.found, "next": check.next}
 
     assert doctor()["found"] == "mine: parity of 0 topologies (0 on this machine)"

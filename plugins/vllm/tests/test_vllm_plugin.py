@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -15,6 +16,7 @@ from pydantic import ValidationError
 
 from rlctl.capabilities import check_topology
 from rlctl.constraints import ModelFacts
+from rlctl.doctor import run_doctor
 from rlctl.errors import BackendUnavailableError
 from rlctl.records import Axis, CheckStatus, Support
 from rlctl.requirements import unmet_requirements
@@ -162,6 +164,18 @@ def test_doctor_tells_distributions_and_versions_of_vllm(monkeypatch: pytest.Mon
         assert (said.status, words in said.found) == (status, True), said
         ways = checks.check_transports()
         assert ("nccl" in ways.found) is bool(found and found[0].device == "cuda"), ways
+
+
+def test_doctor_of_vllm_shows_distribution_transports_and_what_was_proved() -> None:
+    report = run_doctor(["vllm"])
+    assert [(row.name, str(row.stage)) for row in report.backends] == [("vllm", "registered")]
+    found = {check.name: check.found for check in report.checks}
+    assert set(found) == {"evidence", "vllm", "vllm-transports", "vllm-changes"}
+    assert re.search(r"vllm(-cpu)? \d+\.\d+\.\d+.*, for (cpu|cuda)", found["vllm"])
+    assert "in process, gloo between pools" in found["vllm-transports"]
+    words = re.match(r"vllm: parity of (\d+) topologies", found["evidence"])
+    assert words is not None, found["evidence"]
+    assert int(words[1]) >= 3
 
 
 def test_what_the_user_set_for_vllm_stays(monkeypatch: pytest.MonkeyPatch) -> None:

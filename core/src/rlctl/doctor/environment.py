@@ -59,7 +59,7 @@ def run_checks(
         check_versions(),
         check_backend(rows, BackendKind.TRAIN, quick),
         check_backend(rows, BackendKind.ROLLOUT, quick),
-        check_evidence(plugins),
+        check_evidence(rows, plugins),
         check_torch(runtime, timeout_s),
         check_device(runtime),
         check_extensions(runtime),
@@ -102,13 +102,14 @@ def check_backend(rows: Sequence[BackendReport], kind: BackendKind, quick: bool)
     return CheckResult(name, FAIL, "none installed", wanted, "pip install rlctl-plugin-fsdp")
 
 
-def check_evidence(plugins: Sequence[PluginEntry]) -> CheckResult:
-    """What the training backends have proved against one process, here and with these versions."""
-    usable = [s for e in plugins if e.status in (OK, WARN) for s in e.backends]
-    ours = sorted({s.name for s in usable if s.kind is BackendKind.TRAIN})
+def check_evidence(rows: Sequence[BackendReport], plugins: Sequence[PluginEntry]) -> CheckResult:
+    """What the backends of ``rows`` have proved against plain Hugging Face code, here and with these versions."""
+    usable = {(r.kind == str(BackendKind.ROLLOUT), r.name) for r in rows if r.kind and r.status in (OK, WARN)}
+    ours = [name for _, name in sorted(usable)]
+    trained = [name for generates, name in sorted(usable) if not generates]
     wanted = "no comparison with one process that failed here"
     if not ours:
-        return CheckResult("evidence", SKIP, "no training backend to ask about", wanted)
+        return CheckResult("evidence", SKIP, "no backend to ask about", wanted)
     book = load_evidence(plugins)
     failed = [p.record for b in ours for p in book.failures(b)]
     if failed:
@@ -120,7 +121,8 @@ def check_evidence(plugins: Sequence[PluginEntry]) -> CheckResult:
         mend = f"rlctl verify --backend {failed[0].backend}" + (f" --topology {axes}" if axes else "")
         return CheckResult("evidence", WARN, lines[0] + more, wanted, mend)
     found = "; ".join(f"{b}: {book.proved_words(b)}" for b in ours)
-    return CheckResult("evidence", OK, found, wanted, f"rlctl verify --backend {ours[0]} --all --nproc 2")
+    mend = f"rlctl verify --backend {trained[0]} --all --nproc 2" if trained else ""
+    return CheckResult("evidence", OK, found, wanted, mend or f"rlctl capabilities --backend {ours[0]}")
 
 
 def check_torch(runtime: Outcome | None, timeout_s: float) -> CheckResult:

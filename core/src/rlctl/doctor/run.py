@@ -259,7 +259,9 @@ class _Doctor:
         self, rows: Sequence[BackendReport], runtime: Outcome | None, entries: Sequence[PluginEntry]
     ) -> list[CheckResult]:
         results = environment.run_checks(rows, runtime, self.timeout_s, self.quick, entries)
-        chosen = [c for c in results if self._wants(c.name)]
+        # Of a backend that is named, what it has proved is said too.
+        about = {"evidence"} if any(r.kind for r in rows) else set()
+        chosen = [c for c in results if self._wants(c.name) or c.name in about]
         plugins = {row.dist for row in rows} if self.names else None
         return chosen + [
             c for dist, c in self.plugin_checks if plugins is None or dist in plugins or c.name in self.names
