@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +35,7 @@ from rlctl.batch import PackedBatch
 from rlctl.config.schema import ActorConfig, RunConfig
 from rlctl.config.schema_correction import RolloutCorrectionConfig
 from rlctl.config.schema_distillation import DistillationConfig
+from rlctl.config.yaml_source import parse_value
 from rlctl.normalizer import item_weights
 from rlctl.trainers.rollout_correction import CorrectionStage
 
@@ -321,6 +324,16 @@ def test_settings_that_contradict_each_other_are_refused_in_words(name: str) -> 
     with pytest.raises(ValidationError, match=words) as caught:
         RunConfig.model_validate(values)
     assert "algorithm.rollout_correction." in str(caught.value)
+
+
+def test_the_sections_of_the_page_are_taken() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    shown = re.findall(r"rollout_correction: (\{.*?\})", page)
+    assert len(shown) == 5
+    for text in shown:
+        values = {"model": {"path": "m"}, "data": {"task": {"name": "sum"}}}
+        values["algorithm"] = {"rollout_correction": parse_value(text)}
+        assert RunConfig.model_validate(values).algorithm.rollout_correction is not None
 
 
 def test_weights_of_a_policy_loss_that_there_is_not_are_refused() -> None:

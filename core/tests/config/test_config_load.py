@@ -175,6 +175,18 @@ def test_checks_across_keys_are_reported_next_to_other_faults(run_file: Write, p
     }
 
 
+def test_what_rollout_correction_contradicts_is_said_of_its_own_keys_alone(run_file: Write, plugins: PluginSet) -> None:
+    given = ["bypass_mode=true", "rollout_is=token", "rollout_rs=token"]
+    with pytest.raises(InvalidConfigError) as caught:
+        load_config(run_file(BASE), [f"algorithm.rollout_correction.{item}" for item in given], plugins=plugins)
+    found = {problem.path.rpartition(".")[2]: problem for problem in caught.value.problems}
+    assert set(found) == {"rollout_is", "rollout_rs"}
+    assert "line" not in " ".join(problem.hint for problem in found.values())  # nothing of the file is to blame
+    with pytest.raises(InvalidConfigError) as caught:
+        load_config(run_file(BASE), ["algorithm.bypass_mode=true"], plugins=plugins)
+    assert "algorithm.rollout_correction.bypass_mode" in caught.value.problems[0].hint
+
+
 def test_a_consequence_of_another_fault_is_not_reported(run_file: Write, plugins: PluginSet) -> None:
     with pytest.raises(InvalidConfigError) as caught:
         load_config(run_file(BASE.replace("path: model", "pth: model")), plugins=plugins)

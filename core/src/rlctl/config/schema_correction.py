@@ -58,8 +58,8 @@ def correction_faults(config: RunConfig) -> Iterator[str]:
         for name in given:
             if getattr(section, name) is not None:
                 yield (
-                    f"{_SECTION}.{name} compares the rollout's log-probs with recomputed ones, and {_SECTION}.bypass_mode "
-                    "recomputes none: take one of the two out"
+                    f"{_SECTION}.{name} needs log-probs that are recomputed, and {_SECTION}.bypass_mode recomputes none: "
+                    "take one of the two out"
                 )
     if section.rollout_is is None:
         for name in ("rollout_is_threshold", "rollout_is_threshold_lower"):
