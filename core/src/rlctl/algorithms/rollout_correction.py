@@ -10,7 +10,8 @@ trainer's, pi_old, although the weights are the same. The gradient is then off p
 - IcePop: the weight is rho within [lower, C] and 0 outside; Ling team, arXiv 2510.18855;
 - rejection (masked importance sampling; Liu et al. 2025, arXiv 2512.23075): tokens, or whole rows, whose rho lies outside
   [lower, upper] are not trained, as if they had never been sampled;
-- veto: a row with one token that the trainer finds all but impossible (rho below a bound) is not trained (Liu et al. 2025).
+- veto: a row with one token that the trainer finds all but impossible (rho below a bound) is not trained, as releases of verl
+  have had it.
 
 rho is of the token, or of its row: the product over the row's trained tokens (``sequence``), or that product's root
 (``geometric``: exp of the mean log-ratio, which does not grow with the length).
