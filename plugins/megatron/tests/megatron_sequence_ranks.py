@@ -64,7 +64,7 @@ def sources(batch: PackedBatch, place: Place, sp: bool) -> torch.Tensor:
 def everything(found: Any, batch: PackedBatch, vocab: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """(one number through every method that has a gradient, with uneven weights; what the methods returned)."""
     ids = batch.items["input_ids"]
-    w = torch.linspace(0.5, 2.0, batch.num_items)
+    w = torch.linspace(0.5, 2.0, batch.num_items, device=ids.device)
     both = found.log_prob_and_entropy()
     at = found.log_prob_at(torch.stack([ids, (ids + 5) % vocab, (ids * 7 + 1) % vocab, ids], -1))
     plain, other, entropy = found.log_prob(), found.log_prob((ids + 3) % vocab), found.entropy()
@@ -74,16 +74,19 @@ def everything(found: Any, batch: PackedBatch, vocab: int) -> tuple[torch.Tensor
     return number / batch.num_items + sum(rows), [plain, other, entropy, *both, at, torch.stack(rows)]
 
 
+def moved(batch: PackedBatch, device: torch.device) -> PackedBatch:
+    """The batch with its items on ``device``."""
+    return batch.with_items(**{name: values.to(device) for name, values in batch.items.items()})
+
+
 def sequence_loss(found: Any, batch: PackedBatch, loss_mode: str) -> torch.Tensor:
     """rlctl's own loss of whole rows, with bounds that some rows are within."""
     generator, plain = torch.Generator().manual_seed(9), found.log_prob().detach()
-    # Drawn on the CPU whatever the device at work: a generator draws only for its own.
-    noise, advantages = (torch.randn(n, generator=generator, device="cpu") for n in (batch.num_items, batch.num_rows))
-    ready = batch.with_items(
-        old_log_probs=plain + 0.5 * noise.to(plain),
-        advantages=batch.spread(advantages.to(plain.device)),
-        item_weight=item_weights(batch, "seq-mean-token-mean"),
-    )
+    noise, advantages = (torch.randn(n, generator=generator) for n in (batch.num_items, batch.num_rows))
+    # As an engine has it: made on the host, its items then on the device.
+    host = moved(batch, torch.device("cpu")).with_items(advantages=batch.spread(advantages))
+    host = host.with_items(item_weight=item_weights(host, "seq-mean-token-mean"))
+    ready = moved(host, plain.device).with_items(old_log_probs=plain + 0.5 * noise.to(plain))
     section = PolicyLossConfig(loss_mode=loss_mode, clip_ratio_low=0.3, clip_ratio_high=0.4)
     return PolicyLoss(ActorConfig(policy_loss=section))(found, ready).loss
 

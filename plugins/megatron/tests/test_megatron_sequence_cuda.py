@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_sequence_ranks import attention_module, draw, draw_batch, everything, off_by, plain_attention, sources
+from megatron_sequence_ranks import (
+    attention_module,
+    draw,
+    draw_batch,
+    everything,
+    moved,
+    off_by,
+    plain_attention,
+    sources,
+)
 
 from rlctl.topology import Topology
 from rlctl_megatron import attention
@@ -82,10 +91,9 @@ def test_the_reader_on_the_device_equals_the_one_on_the_cpu() -> None:
         laid = lay_out(batch, device, Place(Topology(world_size=1), device), False)
         hidden = draw(laid.positions.numel(), 64, seed=1).to(device, torch.bfloat16).requires_grad_()
         weight = (draw(vocab, 64, seed=2) * 0.2).to(device, torch.bfloat16).requires_grad_()
-        ids = batch.items["input_ids"].to(device)
-        reader = VocabParallelReader(hidden, laid, ids, VocabShard(weight, vocab))
-        with torch.device(device):
-            number, values = everything(reader, batch.with_items(input_ids=ids), vocab)
+        here = moved(batch, device)
+        reader = VocabParallelReader(hidden, laid, here.items["input_ids"], VocabShard(weight, vocab))
+        number, values = everything(reader, here, vocab)
         number.backward()
         assert hidden.grad is not None
         assert weight.grad is not None
