@@ -67,6 +67,21 @@ def test_what_is_no_python_says_what_it_did(tmp_path: Path) -> None:
     assert "an answer that says nothing of its version" in str(refused(answering(tmp_path / "odd", '{"a": 1}')).found)
 
 
+@pytest.mark.parametrize("content", [b"", b"\x7fELF\x02\x01\x01 no more of it", b"#!/no/such/interpreter\n"])
+def test_a_file_that_the_system_cannot_start_is_no_python(content: bytes, tmp_path: Path) -> None:
+    """Executable by its mode alone. The doctor of another environment says the same as a run."""
+    file = tmp_path / "bad" / "bin" / "python"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(content)
+    file.chmod(0o755)
+    error = refused(str(file))
+    assert error.what == f"{file} does not answer as a Python interpreter does"
+    assert "cannot be started" in str(error.found)
+    assert error.exit_code == 1
+    with pytest.raises(InterpreterError, match="does not answer as a Python interpreter"):
+        run_doctor_there(file.parent.parent, (), quick=True, timeout_s=5.0)
+
+
 def test_one_that_hangs_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "LIGHT_S", 1.0)
     assert "no end after 1 s" in str(refused(script(tmp_path / "stuck", "exec sleep 60")).found)

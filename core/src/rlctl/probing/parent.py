@@ -82,6 +82,9 @@ def run_probes(tasks: Sequence[Task], timeout_s: float, workers: int | None = No
 
     Returns:
         One outcome a task, in the same order. An interrupt kills every child and is raised on.
+
+    Raises:
+        InterpreterError: the system cannot start the interpreter of a task's ``program``.
     """
     if not tasks:
         return []
@@ -103,14 +106,7 @@ def _run(task: Task, timeout_s: float, live: dict[int, subprocess.Popen[bytes]])
         payload = {"action": task.action, "step": task.step, **own, **task.arguments}
         (directory / "task.json").write_text(json.dumps(payload))
         start = time.monotonic()
-        process = subprocess.Popen(
-            [*command, name],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            env={**env, **_environment(), **task.env},
-        )
+        process = _open(task.program, [*command, name], {**env, **_environment(), **task.env})
         live[process.pid] = process
         assert process.stdout is not None
         assert process.stderr is not None
@@ -136,6 +132,24 @@ def _run(task: Task, timeout_s: float, live: dict[int, subprocess.Popen[bytes]])
             stderr=tails[1].text,
             seconds=time.monotonic() - start,
         )
+
+
+def _open(program: Program | None, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            env=env,
+        )
+    except OSError as error:  # an executable file that this system cannot run: empty, of another machine, a lost "#!"
+        if program is None:
+            raise
+        from rlctl.interpreters.faults import no_python
+
+        raise no_python(program.python, f"it cannot be started: {error.strerror or error}") from error
 
 
 def _start(task: Task) -> tuple[list[str], Mapping[str, str], dict[str, Any]]:
