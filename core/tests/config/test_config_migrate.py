@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from rlctl.algorithms.table import ADVANTAGES, POLICY_LOSSES
 from rlctl.config.check import check
 from rlctl.config.document import Document, dotted
 from rlctl.config.load import load_config
-from rlctl.config.migrate import RULES, migrate
+from rlctl.config.migrate import RULES, LeftOut, migrate
 from rlctl.config.migrate_rules import Left
 from rlctl.config.schema import RunConfig
 from rlctl.config.schema_paths import annotation_at, walk
@@ -510,3 +511,77 @@ def test_trl_s_ppo_takes_the_kl_from_the_reward() -> None:
         "kl_penalty": "k3",
         "mask_truncated_completions": True,
     }
+
+
+SWITCHES = {
+    "algorithm.use_kl_in_reward": ("algorithm: {use_kl_in_reward: SWITCH, kl_penalty: kl, kl_ctrl: {kl_coef: 0.1}}", 3),
+    "algorithm.filter_groups.enable": ("algorithm: {filter_groups: {enable: SWITCH, max_num_gen_batches: 3}}", 2),
+    "reward_model.overlong_buffer.enable": ("reward_model: {overlong_buffer: {enable: SWITCH, len: 4}}", 2),
+    "actor.adaptive_entropy.enabled": ("actor: {adaptive_entropy: {enabled: SWITCH, target_entropy: 0.2}}", 2),
+    "algorithm.rollout_correction.bypass_mode": ("algorithm: {rollout_correction: {bypass_mode: SWITCH}}", 1),
+    "actor.use_dynamic_bsz": ("actor: {use_dynamic_bsz: SWITCH, ppo_max_token_len_per_gpu: 64}", 1),
+    "data.filter_overlong_prompts": ("data: {filter_overlong_prompts: SWITCH, truncation: error}", 1),
+    "rollout.val_kwargs.do_sample": ("rollout: {val_kwargs: {do_sample: SWITCH}}", 1),
+    "critic.enable": ("critic: {enable: SWITCH}\nalgorithm: {adv_estimator: gae}", 1),
+    "use_vllm": ("use_vllm: SWITCH\nvllm_importance_sampling_correction: true", 2),
+}
+"""A switch: a file with it and with what counts only where it is on; how many keys that is."""
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_switch_that_is_neither_true_nor_false_is_not_translated(switch: str) -> None:
+    """Nor is what counts only with it: taken for off, it would be lost without a word."""
+    text, count = SWITCHES[switch]
+
+    def unclear(value: str) -> list[LeftOut]:
+        found = migrate(text.replace("SWITCH", value), "old.yaml").left_out
+        return [item for item in found if f"{switch} is neither true nor false there" in item.reason]
+
+    for value in ('"True"', "2", "yes", "[true]", "0.0"):
+        assert [item.needless for item in unclear(value)] == [False] * count, value
+    assert not any(unclear(value) for value in ("true", "false", "null"))
+
+
+def complete(values: dict[str, Any]) -> RunConfig:
+    """With what every run needs, as the schema takes it; it refuses a critic without its estimator, and a half section."""
+    return RunConfig.model_validate({"model": {"path": "m"}, "data": {"task": {"name": "sum"}}, **values})
+
+
+def test_trl_s_ppo_gets_its_critic_and_its_estimator() -> None:
+    flat = "cliprange: 0.1\ncliprange_value: 0.3\nlam: 0.9\nkl_coef: 0.05\nnum_ppo_epochs: 4\nvf_coef: 0.1\n"
+    result = migrate(flat, "trl.yaml")
+    assert result.values["algorithm"]["adv_estimator"] == "gae"
+    assert result.values["actor"] == {
+        "ppo_epochs": 4,
+        "policy_loss": {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1},
+    }
+    assert [item.path for item in result.left_out if not item.needless] == ["vf_coef"]
+    critic = complete(result.values).critic
+    assert critic is not None
+    assert critic.value_clip == 0.3
+    for key in ("cliprange_value: 0.3", "lam: 0.9", "gamma: 0.9"):
+        assert migrate(key, "trl.yaml").values["algorithm"]["adv_estimator"] == "gae"
+    (note,) = migrate("kl_coef: 0.05", "trl.yaml").notes
+    assert "algorithm.adv_estimator" in note
+
+
+def test_a_null_that_is_the_default_makes_no_section() -> None:
+    """``model: {path: null}`` below the critic would be a model without a name."""
+    text = "critic: {enable: true, model: {path: null}, ppo_epochs: null}\nalgorithm: {adv_estimator: gae}\n"
+    result = migrate(text, "verl.yaml")
+    assert result.values == {"algorithm": {"adv_estimator": "gae"}, "critic": {}}
+    assert all(item.needless for item in result.left_out)
+    assert complete(result.values).critic is not None
+    (off,) = (i for i in migrate(text.replace("true", "false"), "verl.yaml").left_out if i.path == "critic.enable")
+    assert not off.needless
+
+
+def test_what_is_left_to_their_defaults_and_another_metric_are_noted() -> None:
+    text = "actor_rollout_ref: {rollout: {n: 4}}\nalgorithm: {filter_groups: {enable: true, metric: METRIC}}\n"
+    defaults, metric = migrate(text.replace("METRIC", "acc"), "verl.yaml").notes
+    for key in ("data.train_batch_size", "actor.ppo_mini_batch_size", "trainer.total_epochs"):
+        assert key in defaults
+    assert "rollout.n" not in defaults
+    assert "score" in metric
+    assert len(migrate(text.replace("METRIC", "score"), "verl.yaml").notes) == 1
+    assert migrate("data: {train_batch_size: 4}", "ours.yaml").notes == ()

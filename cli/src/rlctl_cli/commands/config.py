@@ -154,6 +154,7 @@ def _migration_json(file: str, result: Migration) -> dict[str, Any]:
         "not_translated": [plain(item) for item in result.left_out if not item.needless],
         "not_needed": [plain(item) for item in result.left_out if item.needless],
         "to_set": list(result.to_set),
+        "notes": list(result.notes),
     }
 
 
@@ -170,6 +171,8 @@ def _print_left_out(file: str, result: Migration) -> None:
         click.echo("\nstill to be set:", err=True)
         for line in result.to_set:
             click.echo(f"  {line}", err=True)
+    for note in result.notes:
+        click.echo(f"\nnote: {note}", err=True)
     click.echo(f"\n{len(result.origins)} values translated, {len(lost)} not", err=True)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,18 +12,21 @@ from rlctl.config.document import Document, Loc, Origin, PlaceError, dotted, lea
 from rlctl.config.foreign import our_path
 from rlctl.config.migrate_correction_rules import RULES as CORRECTION_RULES
 from rlctl.config.migrate_reward_rules import RULES as REWARD_RULES
-from rlctl.config.migrate_rules import RULES as FURTHER_RULES
-from rlctl.config.migrate_rules import SECTIONS, Left
+from rlctl.config.migrate_rules import RULES as VERL_RULES
+from rlctl.config.migrate_rules import SECTIONS, Left, UnclearSwitchError
+from rlctl.config.migrate_trl_rules import RULES as TRL_RULES
 from rlctl.config.overrides import parse_key
 from rlctl.config.schema import RunConfig
 from rlctl.config.schema_critic import needs_critic
-from rlctl.config.schema_paths import annotation_at, describe, walk
+from rlctl.config.schema_paths import annotation_at, describe, section_at, walk
 from rlctl.config.suggest import for_key
 from rlctl.config.yaml_dump import dump
 from rlctl.config.yaml_source import parse, parse_value
 
-RULES = {**FURTHER_RULES, **REWARD_RULES, **CORRECTION_RULES}
+RULES = {**VERL_RULES, **REWARD_RULES, **CORRECTION_RULES, **TRL_RULES}
 _WRAPPER = "actor_rollout_ref"
+_DEFAULTS = ("data.train_batch_size", "actor.ppo_mini_batch_size", "rollout.n", "trainer.total_epochs")
+"""Keys that have defaults in both and on which a run's numbers rest."""
 _REFERENCE = re.compile(r"^\$\{(?:oc\.select:)?([\w.]+)(?:,([^{}]*))?\}$")
 
 
@@ -40,12 +43,13 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Migration:
-    """The new configuration, which old key each value came from, what was left out, and what is still to be set."""
+    """The new configuration, which old key each value came from, what was left out, what is still to be set, and what to look at."""
 
     values: dict[str, Any]
     origins: dict[str, str]
     left_out: tuple[LeftOut, ...]
     to_set: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     def to_yaml(self) -> str:
         """The new configuration in the order of the schema."""
@@ -100,7 +104,23 @@ def migrate(text: str, label: str) -> Migration:
         out.set(("critic",), {}, Origin("derived", "algorithm.adv_estimator"))
     refused, to_set = _refused(out, {dotted(loc): document.origin(loc).line for loc in old})
     origins = {dotted(loc): str(out.origin(loc)) for loc, _ in leaves(out.data)} if out.data else {}
-    return Migration(out.data, origins, tuple(sorted([*left_out, *refused], key=lambda item: item.line)), to_set)
+    ordered = tuple(sorted([*left_out, *refused], key=lambda item: item.line))
+    return Migration(out.data, origins, ordered, to_set, tuple(_notes(document, by_path, out)))
+
+
+def _notes(document: Document, by_path: Mapping[str, Any], out: Document) -> Iterator[str]:
+    """What the new file says or leaves unsaid although nothing in the old one was lost."""
+    unset = [key for key in _DEFAULTS if out.data and not out.has(tuple(key.split(".")))]
+    if document.has((_WRAPPER,)) and unset:
+        yield f"the file leaves these to verl's defaults, and rlctl's may differ: set {', '.join(unset)}"
+    flat = by_path.get("kl_coef") and not document.has((_WRAPPER,))
+    if flat and not out.has(("algorithm", "adv_estimator")):
+        yield "kl_coef is of TRL's PPO or of its older RLOO: set algorithm.adv_estimator to gae or rloo"
+    if by_path.get("algorithm.filter_groups.metric") == "acc" and out.has(("algorithm", "filter_groups", "metric")):
+        yield (
+            "algorithm.filter_groups.metric acc, which a reward function returns there, became score: the weighted sum of "
+            "reward.components"
+        )
 
 
 def _refused(out: Document, lines: Mapping[str, int]) -> tuple[list[LeftOut], tuple[str, ...]]:
@@ -141,10 +161,15 @@ def _translate(loc: Loc, value: Any, by_path: Mapping[str, Any]) -> dict[str, An
     if isinstance(value, str) and "${" in value:
         return Left("the reference in it cannot be worked out; write the value itself")
     if path in RULES:
-        return RULES[path](value, by_path)
+        try:
+            return RULES[path](value, by_path)
+        except UnclearSwitchError as error:
+            return Left(error.reason)
     if any(isinstance(part, int) or "." in part for part in short):
         return Left("a value inside a list; copy it by hand")
     if _is_ours(short):
+        if value is None and _is_null_by_default(short):
+            return Left("not set there, and so by default here", needless=True)
         return {path: value} if value is not None or len(short) > 1 else Left("empty", needless=True)
     foreign = our_path(key, short)
     if foreign is not None and _is_ours(tuple(foreign[0].split("."))):
@@ -171,6 +196,13 @@ def _is_ours(loc: Loc) -> bool:
         ("data", "task", "args"),
     )
     return any(loc[: len(place)] == place and len(loc) > len(place) for place in free)
+
+
+def _is_null_by_default(loc: Loc) -> bool:
+    """True for a key that nothing is the default of: written down it can only make a section where there was none."""
+    section = section_at(loc[:-1])
+    field = None if section is None else section.model_fields.get(str(loc[len(loc) - 1]))
+    return field is not None and field.default is None
 
 
 def _if_it_fits(path: str, value: Any, remark: str) -> dict[str, Any] | Left:

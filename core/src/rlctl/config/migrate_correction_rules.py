@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlctl.config.migrate_rules import Left, Outcome, Rule, needless
+from rlctl.config.migrate_rules import Left, Outcome, Rule, needless, on
 
 _HERE = "algorithm.rollout_correction"
 _LEVELS = {
@@ -39,7 +39,7 @@ def _interval(value: Any) -> tuple[float | None, float] | None:
 
 
 def _bypasses(leaves: Mapping[str, Any]) -> bool:
-    return leaves.get(f"{_HERE}.bypass_mode") is True
+    return on(f"{_HERE}.bypass_mode", leaves)
 
 
 def _level(kind: str) -> Rule:
@@ -81,8 +81,8 @@ def _lower(value: Any, leaves: Mapping[str, Any]) -> Outcome:
     return {f"{_HERE}.rollout_rs_threshold_lower": value}
 
 
-def _bypass(value: Any, _: Mapping[str, Any]) -> Outcome:
-    return {f"{_HERE}.bypass_mode": True} if value is True else Left("off by default", needless=True)
+def _bypass(_: Any, leaves: Mapping[str, Any]) -> Outcome:
+    return {f"{_HERE}.bypass_mode": True} if _bypasses(leaves) else Left("off by default", needless=True)
 
 
 def _veto(value: Any, leaves: Mapping[str, Any]) -> Outcome:
@@ -113,9 +113,9 @@ def _cap(value: Any, _: Mapping[str, Any]) -> Outcome:
     return {f"{_HERE}.rollout_is": "token", f"{_HERE}.rollout_is_threshold": value}
 
 
-def _trl(value: Any, leaves: Mapping[str, Any]) -> Outcome:
+def _trl(_: Any, leaves: Mapping[str, Any]) -> Outcome:
     """TRL: a weight in every mode, which the ``mask`` ones make 0 beyond the cap."""
-    if leaves.get("use_vllm") is not True or value is not True:
+    if not (on("use_vllm", leaves) and on("vllm_importance_sampling_correction", leaves)):
         return Left("no correction there, and none by default here", needless=True)
     mode, cap = leaves.get("vllm_importance_sampling_mode"), leaves.get("vllm_importance_sampling_cap")
     if not isinstance(mode, str) or mode not in _TRL_MODES or cap is None:

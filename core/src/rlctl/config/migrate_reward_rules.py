@@ -8,17 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlctl.config.migrate_rules import Left, Outcome, Rule, left, needless, off_is_needless
+from rlctl.config.migrate_rules import Left, Outcome, Rule, left, needless, off_is_needless, on
 
 _OVERLONG = ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg")
 _KL = "algorithm.use_kl_in_reward"
+_FILTER = "algorithm.filter_groups.enable"
 
 
 def _of_kl(path: str, *, adaptive: bool = False) -> Rule:
     """A setting of the KL in the reward, which counts only where that is on (and its control is adaptive)."""
 
     def rule(value: Any, leaves: Mapping[str, Any]) -> Outcome:
-        if leaves.get(_KL) is not True:
+        if not on(_KL, leaves):
             return Left("counts only with the KL in the reward", needless=True)
         if adaptive and leaves.get("algorithm.kl_ctrl.type") != "adaptive":
             return Left("counts only with an adaptive coefficient", needless=True)
@@ -31,7 +32,7 @@ def _overlong(section: str, key: str) -> Rule:
     """A setting of the overlong buffer, which counts only where that is on."""
 
     def rule(value: Any, leaves: Mapping[str, Any]) -> Outcome:
-        if leaves.get(f"{section}.enable") is not True:
+        if not on(f"{section}.enable", leaves):
             return Left("the overlong buffer is off there", needless=True)
         return {f"reward.overlong_buffer.{key}": value}
 
@@ -39,8 +40,8 @@ def _overlong(section: str, key: str) -> Rule:
 
 
 def _switch(section: str) -> Rule:
-    def rule(value: Any, leaves: Mapping[str, Any]) -> Outcome:
-        if value is True and leaves.get(f"{section}.len") is None:
+    def rule(_: Any, leaves: Mapping[str, Any]) -> Outcome:
+        if on(f"{section}.enable", leaves) and leaves.get(f"{section}.len") is None:
             return Left("set reward.overlong_buffer.len: tokens before data.max_response_length")
         return Left("reward.overlong_buffer is what switches it on", needless=True)
 
@@ -57,8 +58,8 @@ def _ppo_kl(value: Any, _: Mapping[str, Any]) -> Outcome:
 _METRICS = {"acc": "score", "score": "score", "seq_reward": "reward", "seq_final_reward": "reward"}
 
 
-def _filter_on(value: Any, leaves: Mapping[str, Any]) -> Outcome:
-    if value is not True:
+def _filter_on(_: Any, leaves: Mapping[str, Any]) -> Outcome:
+    if not on(_FILTER, leaves):
         return Left("off by default", needless=True)
     metric = leaves.get("algorithm.filter_groups.metric")
     return {"algorithm.filter_groups.metric": _METRICS.get(metric if isinstance(metric, str) else "", "reward")}
@@ -68,7 +69,7 @@ def _filter(key: str) -> Rule:
     """A setting of dynamic sampling, which counts only where that is on."""
 
     def rule(value: Any, leaves: Mapping[str, Any]) -> Outcome:
-        if leaves.get("algorithm.filter_groups.enable") is not True:
+        if not on(_FILTER, leaves):
             return Left("dynamic sampling is off there", needless=True)
         if key == "metric":
             if isinstance(value, str) and value in _METRICS:
@@ -82,7 +83,7 @@ def _filter(key: str) -> Rule:
 
 
 def _gen_batch(value: Any, leaves: Mapping[str, Any]) -> Outcome:
-    if leaves.get("algorithm.filter_groups.enable") is not True or value in (None, leaves.get("data.train_batch_size")):
+    if not on(_FILTER, leaves) or value in (None, leaves.get("data.train_batch_size")):
         return Left("a generation batch is data.train_batch_size", needless=True)
     return {"data.gen_batch_size": value}
 
@@ -91,7 +92,7 @@ def _of_entropy(key: str) -> Rule:
     """A setting of the adaptive entropy control of Skywork-OR1's verl, which counts only where that is on."""
 
     def rule(value: Any, leaves: Mapping[str, Any]) -> Outcome:
-        if leaves.get("actor.adaptive_entropy.enabled") is not True:
+        if not on("actor.adaptive_entropy.enabled", leaves):
             return Left("the entropy's control is off there", needless=True)
         return {f"actor.entropy_ctrl.{key}": value if key != "type" else "additive"}
 
@@ -105,11 +106,11 @@ RULES: dict[str, Rule] = {
     "actor.adaptive_entropy.max_ent_coef": _of_entropy("max_coeff"),
     "actor.adaptive_entropy.delta_ent_coef": _of_entropy("step"),
     "actor.adaptive_entropy.min_ent_coef": off_is_needless("the weight is at least 0", "the weight is at least 0"),
-    "algorithm.filter_groups.enable": _filter_on,
+    _FILTER: _filter_on,
     "algorithm.filter_groups.metric": _filter("metric"),
     "algorithm.filter_groups.max_num_gen_batches": _filter("max_num_gen_batches"),
     "data.gen_batch_size": _gen_batch,
-    _KL: lambda value, _: {_KL: True} if value is True else Left("off by default", needless=True),
+    _KL: lambda _, leaves: {_KL: True} if on(_KL, leaves) else Left("off by default", needless=True),
     "algorithm.kl_penalty": _of_kl("algorithm.kl_penalty"),
     "algorithm.kl_ctrl.type": _of_kl("algorithm.kl_ctrl.type"),
     "algorithm.kl_ctrl.kl_coef": _of_kl("algorithm.kl_ctrl.kl_coef"),

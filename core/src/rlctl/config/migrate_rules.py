@@ -1,4 +1,4 @@
-"""What becomes of a key of verl or TRL: a table of rules for ``rlctl config migrate``. Facts about names, no one's code.
+"""What becomes of a key of verl: a table of rules for ``rlctl config migrate``. Facts about names, no one's code.
 
 Paths are dotted, without verl's ``actor_rollout_ref.`` in front. A rule gives what to set in rlctl's configuration, or says
 why nothing is set. Names that only differ in spelling are in :mod:`rlctl.config.foreign`.
@@ -13,6 +13,7 @@ from typing import Any
 from rlctl.algorithms.table import ADVANTAGES, POLICY_LOSSES
 from rlctl.catalogue_memory import train_policy
 from rlctl.config.schema_critic import needs_critic
+from rlctl.config.schema_paths import describe
 from rlctl.records import AlgorithmSpec
 
 
@@ -27,6 +28,26 @@ class Left:
 Outcome = dict[str, Any] | Left
 Rule = Callable[[Any, Mapping[str, Any]], Outcome]
 """(value, every leaf of the file by its path) to what is set."""
+
+
+class UnclearSwitchError(Exception):
+    """A switch that is neither true, false nor null: nobody knows whether it was on. ``reason`` says so."""
+
+    def __init__(self, path: str, value: Any) -> None:
+        self.reason = f"{path} is neither true nor false there ({describe(value)}): write true or false, without quotes"
+        super().__init__(self.reason)
+
+
+def on(path: str, leaves: Mapping[str, Any]) -> bool:
+    """Whether the switch ``path`` is on in the old file. Every rule that depends on a switch asks here.
+
+    Raises:
+        UnclearSwitchError: its value is no switch's; the key that depends on it is then not translated.
+    """
+    value = leaves.get(path)
+    if value is None or isinstance(value, bool):
+        return value is True
+    raise UnclearSwitchError(path, value)
 
 
 def to(*paths: str) -> Rule:
@@ -78,7 +99,7 @@ def _processes(value: Any, leaves: Mapping[str, Any]) -> Outcome:
 
 
 def _truncation(value: Any, leaves: Mapping[str, Any]) -> Outcome:
-    if leaves.get("data.filter_overlong_prompts") is True:
+    if on("data.filter_overlong_prompts", leaves):
         return Left("prompts over the limit are left out before it counts", needless=True)
     if value == "error":
         return {"data.overlong_prompts": "error"}
@@ -138,7 +159,7 @@ def _micro_rows(role: str, switch: str) -> Rule:
     """Rows a micro-batch, which count only where dynamic batches are off."""
 
     def rule(value: Any, leaves: Mapping[str, Any]) -> Outcome:
-        if leaves.get(switch) is True:
+        if on(switch, leaves):
             return Left(f"{switch} is on there, so the token budget counts", needless=True)
         return (
             {f"{role}.micro_batch_size_per_device": value}
@@ -151,7 +172,7 @@ def _micro_rows(role: str, switch: str) -> Rule:
 
 def _tokens(role: str, switch: str) -> Rule:
     def rule(value: Any, leaves: Mapping[str, Any]) -> Outcome:
-        if leaves.get(switch) is True:
+        if on(switch, leaves):
             return {f"{role}.max_tokens_per_device": value}
         return Left(f"{switch} is off there, so rows count", needless=True)
 
@@ -163,22 +184,6 @@ def _reward_function(value: Any, leaves: Mapping[str, Any]) -> Outcome:
     if not path:
         return Left("no function is named there", needless=True)
     return {"reward.components": [{"name": f"{path}:{name}"}]}
-
-
-def _beta(value: Any, _: Mapping[str, Any]) -> Outcome:
-    if not value:
-        return {"actor.use_kl_loss": False}
-    return {"actor.use_kl_loss": True, "actor.kl_loss_coef": value}
-
-
-def _prompts_a_step(value: Any, leaves: Mapping[str, Any]) -> Outcome:
-    """TRL counts completions on one device; rlctl counts prompts of a step over all devices."""
-    group, steps = leaves.get("num_generations", 8), leaves.get("gradient_accumulation_steps", 1)
-    out: dict[str, Any] = {"actor.micro_batch_size_per_device": value}
-    whole = isinstance(value, int) and isinstance(steps, int) and isinstance(group, int) and group > 0
-    if whole and value * steps % group == 0 and value * steps >= group:
-        out["data.train_batch_size"] = value * steps // group
-    return out
 
 
 _BACKENDS = {"fsdp": "fsdp2", "fsdp2": "fsdp2", "megatron": "megatron", "veomni": "veomni", "torchtitan": "torchtitan"}
@@ -207,6 +212,13 @@ def _with_critic(path: str) -> Rule:
     return rule
 
 
+def _critic_switch(value: Any, leaves: Mapping[str, Any]) -> Outcome:
+    needed = needs_critic(leaves.get("algorithm.adv_estimator"))
+    if value is None or on("critic.enable", leaves) == needed:
+        return Left("algorithm.adv_estimator is what adds a critic or leaves it out", needless=True)
+    return Left("algorithm.adv_estimator is what adds a critic or leaves it out, and it says otherwise: gae has one")
+
+
 ALIASES = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 """Estimators there that are the same formula here."""
 
@@ -225,6 +237,8 @@ def _formula(path: str, known: Mapping[str, Any], aliases: Mapping[str, str] | N
 
 _ROLLOUT_OWN = "a setting of the rollout backend; its section is rollout.engine (rlctl config schema --backend NAME)"
 _CRITIC = "counts only with algorithm.adv_estimator gae"
+
+_DO_SAMPLE = "rollout.val_kwargs.do_sample"
 
 RULES: dict[str, Rule] = {
     # ---- verl: data
@@ -309,6 +323,7 @@ RULES: dict[str, Rule] = {
     "ref.fsdp_config.param_offload": to("ref.engine.param_offload"),
     "ref.fsdp_config.reshard_after_forward": to("ref.engine.reshard_after_forward"),
     # ---- verl: critic
+    "critic.enable": _critic_switch,
     "critic.strategy": words("critic.backend", _BACKENDS, _NO_BACKEND),
     "critic.model.tokenizer_path": unless(None, "critic.model.tokenizer"),
     "critic.model.use_remove_padding": needless("batches are always packed"),
@@ -336,9 +351,9 @@ RULES: dict[str, Rule] = {
     "rollout.name": words("rollout.backend", {"vllm": "vllm", "hf": "hf", "sglang": "sglang"}, _NO_BACKEND),
     "rollout.top_k": unless(-1, "rollout.top_k", 0),
     "rollout.val_kwargs.top_k": unless(-1, "rollout.val_kwargs.top_k", 0),
-    "rollout.val_kwargs.do_sample": lambda value, _: (
+    "rollout.val_kwargs.do_sample": lambda value, leaves: (
         Left("sampling is on where the temperature is above 0", needless=True)
-        if value
+        if value is not None and on(_DO_SAMPLE, leaves)
         else {"rollout.val_kwargs.temperature": 0.0}
     ),
     "rollout.do_sample": needless("rollouts are always sampled"),
@@ -371,43 +386,6 @@ RULES: dict[str, Rule] = {
     "trainer.max_actor_ckpt_to_keep": unless(None, "trainer.max_ckpt_to_keep"),
     "trainer.default_local_dir": left("give the directory on the command line: --run-dir"),
     "trainer.critic_warmup": _with_critic("critic.warmup_steps"),
-    # ---- TRL, whose configurations are flat
-    "temperature": to("rollout.temperature"),
-    "top_p": to("rollout.top_p"),
-    "top_k": unless(-1, "rollout.top_k", 0),
-    "seed": to("trainer.seed"),
-    "beta": _beta,
-    "epsilon": to("actor.policy_loss.clip_ratio_low", "actor.policy_loss.clip_ratio_high"),
-    "loss_type": words(
-        "actor.loss_agg_mode",
-        {
-            "grpo": "seq-mean-token-mean",
-            "dapo": "token-mean",
-            "bnpo": "token-mean",
-            "dr_grpo": "seq-mean-token-sum-norm",
-        },
-        "set actor.loss_agg_mode",
-    ),
-    "scale_rewards": words(
-        "algorithm.norm_adv_by_std_in_grpo",
-        {True: True, False: False, "group": True, "none": False},
-        "advantages are scaled by the group's deviation or not at all",
-    ),
-    "lr_scheduler_type": to("actor.optim.lr_scheduler_type"),
-    "weight_decay": to("actor.optim.weight_decay"),
-    "gradient_checkpointing": to("actor.engine.activation_checkpointing"),
-    "per_device_train_batch_size": _prompts_a_step,
-    "gradient_accumulation_steps": needless("worked out from data.train_batch_size and the micro-batch bound"),
-    "dataset_name": lambda value, leaves: {
-        "data.train_files": [f"hf:{value}:{leaves.get('dataset_train_split', 'train')}"]
-    },
-    "dataset_train_split": needless("part of data.train_files"),
-    "report_to": as_list("trainer.logger"),
-    "reward_funcs": left("set reward.components: a registered name or path/to/file.py:function"),
-    "output_dir": left("give the directory on the command line: --run-dir"),
-    "logging_steps": needless("every step is logged"),
-    "bf16": left("set model.dtype (master weights) and actor.engine.param_dtype (computation)"),
-    "use_vllm": lambda value, _: {"rollout.backend": "vllm"} if value else Left("hf is the default", needless=True),
 }
 
 SECTIONS: dict[str, Left] = {

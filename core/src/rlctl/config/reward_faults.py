@@ -34,7 +34,7 @@ def _shaping(config: RunConfig) -> Iterator[str]:
     if reward.overlong_buffer is not None and reward.overlong_buffer.len > longest:
         yield (
             f"reward.overlong_buffer.len {reward.overlong_buffer.len} is more than data.max_response_length {longest}: "
-            "every response would be punished"
+            "every response would be punished; shorten it, or raise data.max_response_length"
         )
 
 
