@@ -281,3 +281,23 @@ def test_a_name_that_no_engine_answers_is_refused_by_name(plugins: PluginSet, ru
     with pytest.raises(BackendUnavailableError) as caught:
         load_config(run_file(BASE.replace("plain", name)), (), {}, plugins)
     assert caught.value.what == f"no training backend is called {name!r}"
+
+
+def test_a_backend_that_is_not_here_may_live_elsewhere_and_matters_to_what_starts_it(
+    plugins: PluginSet, run_file: Write
+) -> None:
+    path = run_file(BASE)
+    with pytest.raises(BackendUnavailableError) as caught:
+        load_config(path, ("rollout.backend=vllm",), plugins=plugins)
+    assert "rollout.python=PATH" in caught.value.details[-1]
+    assert caught.value.wanted == "one that is installed: sampler"
+    with pytest.raises(BackendUnavailableError) as caught:
+        load_config(path, ("actor.backend=megatron",), plugins=plugins)
+    assert "actor.python=PATH" in caught.value.details[-1]
+    with pytest.raises(BackendUnavailableError) as caught:
+        load_config(path, ("rollout.backend=nobody_knows_it",), plugins=plugins)
+    assert "PATH" not in str(caught.value.details)
+    found = load_config(path, ("rollout.backend=vllm",), plugins=plugins, backends=False).config
+    assert found.rollout.backend == "vllm"
+    with pytest.raises(InvalidConfigError, match=r"trainer\.seed"):
+        load_config(path, ("rollout.backend=vllm", "trainer.seed=x"), plugins=plugins, backends=False)

@@ -83,7 +83,7 @@ def check(
             plugins = load_plugins()
             flags = {"model": model, "data": data_file, "val_data": val_data}
             given = {name: value for name, value in flags.items() if value is not None}
-            resolved = load_config(target, overrides, given, plugins, notice)
+            resolved = load_config(target, overrides, given, plugins, notice, backends=False)
             report = check_data(resolved, plugins, progress, reward_limit_s)
     if as_json:
         from rlctl_cli.output import emit_json

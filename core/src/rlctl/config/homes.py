@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlctl import catalogue
 from rlctl.config.document import Document, Loc
 from rlctl.config.placement import python_of
 from rlctl.config.problems import Problem, from_error
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from rlctl.config.schema import RunConfig
     from rlctl.device import Device
     from rlctl.plugins import BackendRecord, PluginSet
+
+
+_PYTHON = {BackendKind.TRAIN: "actor.python", BackendKind.ROLLOUT: "rollout.python"}
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,10 @@ class Home:
         except RlctlError as error:
             if self.python is not None:
                 told_there(error, self.python)
+            elif catalogue.find(name, kind) is not None:
+                # What it requires may not go together with what is installed here.
+                words = f"or, where its requirements want an environment of their own: {_PYTHON[kind]}=PATH, with it in there"
+                error.details = (*error.details, words)
             raise
 
     def resolve_backend(

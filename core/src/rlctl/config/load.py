@@ -6,7 +6,7 @@ Everything that is wrong is reported at once, each with its dotted path and wher
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +96,8 @@ def load_config(
     flags: Mapping[str, Any] | None = None,
     plugins: PluginSet | None = None,
     notice: Callable[[str], None] | None = None,
+    *,
+    backends: bool = True,
 ) -> ResolvedConfig:
     """Read, merge, complete and check the configuration of one run.
 
@@ -105,6 +107,7 @@ def load_config(
         flags: values of command line flags (see :data:`rlctl.config.overrides.FLAGS`); None stands for not given.
         plugins: where backends and recipes come from; default: what is installed.
         notice: called with one line for what the user should know although it is no fault (an alias was used).
+        backends: False for what starts none: one that is not there, or does not answer, is then no fault.
 
     Raises:
         InvalidConfigError: something is wrong; all problems are in it.
@@ -112,6 +115,8 @@ def load_config(
         BackendUnavailableError: the one problem is a backend that does not answer.
     """
     found = examine(source, overrides, flags, plugins, notice)
+    if not backends:
+        found = replace(found, problems=tuple(p for p in found.problems if p.error is None))
     if found.problems or found.config is None:
         raise found.error()
     for line in found.notices:
