@@ -292,4 +292,8 @@ def _names(entries: Iterable[Any]) -> list[str]:
 
 
 def _wanted(registered: Sequence[str], kind: BackendKind) -> str:
-    return "one that is installed: " + ", ".join(registered) if registered else f"an installed plugin with a {_ROLE[kind]} backend"
+    return (
+        "one that is installed: " + ", ".join(registered)
+        if registered
+        else f"an installed plugin with a {_ROLE[kind]} backend"
+    )

@@ -51,6 +51,7 @@ def one_problem(plugins: PluginSet, path: str, *overrides: str) -> Problem:
         ("actor={backend: plain, a: 1}", "actor.a (override actor={backend: plain, a: 1}): unknown key"),
         ("actor.optim=3", "found 3, wanted a section with keys such as name, lr, betas, eps"),
         ("actor.optim=null", "Write optim: {} or take the line out"),
+        ("runtime.pools={c: null}", "wanted a section. Write c: {} or take the line out"),
         ("model.config=[1]", "found a list of 1, wanted a mapping, or null"),
         ("reward.components=[]", "found an empty list, wanted at least 1 in a list of sections"),
         ("reward.components=[3]", "reward.components[0] (override reward.components=[3]): found 3, wanted a section"),
@@ -232,3 +233,56 @@ def test_no_word_of_the_validating_library_reaches_the_reader(plugins: PluginSet
 
 def test_a_word_that_is_no_finite_number_is_not_advised(plugins: PluginSet, run_file: Write) -> None:
     assert "quotes" not in str(one_problem(plugins, run_file(BASE), "actor.optim.lr=nan"))
+
+
+@pytest.mark.parametrize(
+    ("hint", "shown"),
+    [
+        ("python3 -m venv X makes one", "python3 -m venv"),
+        ("rlctl plugins lists what is installed", "rlctl plugins"),
+        ("chmod +x X", "chmod"),
+        ("actor.pool=gen", "actor.pool"),
+        ("forward_kl_topk and jsd_topk take it", "forward_kl_topk"),
+        ("gae needs a critic", "gae needs"),
+        ("tp splits it", "tp splits"),
+        ("megatron: has it", "megatron:"),
+        ("did you mean X?", "Did you mean X?"),
+    ],
+)
+def test_a_literal_keeps_its_first_letter(hint: str, shown: str) -> None:
+    assert f": wrong. {shown}" in str(Problem("a.b", "run.yaml:1", "wrong", hint=hint))
+
+
+def test_what_is_wrong_with_an_environment_and_what_mends_it(
+    plugins: PluginSet, run_file: Write, tmp_path: Path
+) -> None:
+    """Named by its directory, or as a run's configuration keeps it: by the interpreter in it."""
+    path = run_file(BASE)
+
+    def problem(name: Path) -> Problem:
+        found = one_problem(plugins, path, f"rollout.python={name}")
+        assert "did you mean" not in found.hint
+        return found
+
+    root = tmp_path / "ve"
+    python = root / "bin" / "python"
+    for name in (root, python):
+        gone = problem(name)
+        assert gone.what == "there is no such environment"
+        assert gone.hint == f"python3 -m venv {root} makes one; {python} -m pip install PLUGIN fills it"
+    python.parent.mkdir(parents=True)
+    assert str(python) in problem(root).hint
+    python.symlink_to(tmp_path / "old" / "python")
+    for name in (root, python):
+        dangling = problem(name)
+        assert dangling.what == f"{python} is a link to {tmp_path}/old/python, which is gone"
+        assert f"python3 -m venv --clear {root} " in dangling.hint
+    python.unlink()
+    python.write_text("")
+    for name in (root, python):
+        assert problem(name).what == f"{python} is no executable file"
+        assert problem(name).hint.startswith(f"chmod +x {python}")
+    near = one_problem(plugins, path, f"rollout.python={tmp_path / 'vee'}")
+    assert near.hint == f"did you mean {root}?"
+    near = one_problem(plugins, path, f"rollout.python={tmp_path / 'vee' / 'bin' / 'python'}")
+    assert near.hint == f"did you mean {root}?"

@@ -239,6 +239,7 @@ def _plain(message: str) -> str:
         ("a valid string", "text"),
         ("a valid integer", "a whole number"),
         ("a valid dictionary", "a mapping"),
+        ("an object", "a section"),
     ):
         message = message.replace(phrase, words)
     return message[:1].lower() + message[1:] if message else "a value"

@@ -138,8 +138,7 @@ def _interpreter(document: Document, loc: Loc, base_dir: Path, problems: list[Pr
     # Absolute also where it is none: the message below is the one to read.
     document.set(loc, str(found or path), document.origin(loc))
     if found is None:
-        what = "there is no Python interpreter" if _exists(path) else "there is no such environment"
-        typed = shlex.quote(str(path))
+        what, hint = _no_interpreter(path)
         problems.append(
             Problem(
                 dotted(loc),
@@ -147,10 +146,30 @@ def _interpreter(document: Document, loc: Loc, base_dir: Path, problems: list[Pr
                 what if text else "the interpreter's name is empty",
                 found=str(path) if text else "",
                 wanted="the directory of a virtual environment, or an interpreter",
-                hint=_near(path)
-                or f"python3 -m venv {typed} makes one; {typed}/bin/python -m pip install PLUGIN fills it",
+                hint=hint,
             )
         )
+
+
+def _no_interpreter(path: Path) -> tuple[str, str]:
+    """What is wrong with a place where no interpreter is, and what to do. It may be an interpreter's own path: that is how a
+    run's configuration keeps it."""
+    inside = path.parent.name in ("bin", "Scripts") and path.name.startswith("python")
+    root = path.parent.parent if inside else path
+    python = path if inside else root / "bin" / "python"
+    typed = shlex.quote(str(root))
+    if not os.path.lexists(python):
+        if _exists(path):
+            return "there is no Python interpreter", f"name an environment or an interpreter: {python} is not there"
+        near = _near(path if _exists(root) else root)
+        makes = f"python3 -m venv {typed} makes one; {typed}/bin/python -m pip install PLUGIN fills it"
+        return "there is no such environment", near or makes
+    if not _exists(python):
+        gone = f"{python} is a link to {os.path.realpath(python)}, which is gone"
+        return gone, f"python3 -m venv --clear {typed} makes the environment anew, empty; then install PLUGIN into it"
+    if not python.is_file():
+        return f"{python} is no file", "name an environment or an interpreter"
+    return f"{python} is no executable file", f"chmod +x {shlex.quote(str(python))}, where it is an interpreter"
 
 
 def _glob(path: Path) -> list[str]:
@@ -185,7 +204,7 @@ def _function(document: Document, loc: Loc, base_dir: Path, problems: list[Probl
 def _near(path: Path) -> str:
     """A neighbour with almost the same name."""
     try:
-        names = [entry.name for entry in path.parent.iterdir()]
+        names = [entry.name for entry in path.parent.iterdir() if entry.name != path.name]
     except (OSError, ValueError):
         return ""
     close = nearest(path.name, names)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from rlctl.config.document import Document, Loc, dotted
@@ -46,7 +48,7 @@ class Problem:
         if self.error is not None and self.hint:
             text += f". Next: {self.hint}"  # often a command, which keeps its first letter
         elif self.hint:
-            text += f". {self.hint[0].upper()}{self.hint[1:]}"
+            text += f". {_sentence(self.hint)}"
         # One problem is one line, whatever stands in a file name or a value.
         return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
@@ -60,6 +62,26 @@ class Problem:
             "wanted": self.wanted,
             "next": self.hint,
         }
+
+
+def _sentence(text: str) -> str:
+    """``text`` with a capital, unless its first word is a command, a key or a name, which is one with small letters only."""
+    word = re.split(r"[\s,;:]", text, maxsplit=1)[0]
+    literal = not word.isalpha() or word in _COMMANDS or word in _names()
+    return text if literal else text[0].upper() + text[1:]
+
+
+_COMMANDS = ("rlctl", "pip", "python", "chmod")
+
+
+@cache
+def _names() -> frozenset[str]:
+    """Names with which a hint may begin: axes, formulas, backends."""
+    from rlctl.algorithms.table import ADVANTAGES, POLICY_LOSSES
+    from rlctl.catalogue import entries
+    from rlctl.records import Axis
+
+    return frozenset({*map(str, Axis), *ADVANTAGES, *POLICY_LOSSES, *(entry.spec.name for entry in entries())})
 
 
 def from_error(loc: Loc, document: Document, error: RlctlError) -> Problem:
