@@ -95,6 +95,7 @@ def test_a_missing_dataset_is_a_fault_without_a_traceback(folder: Path, capsys: 
     assert invoke("tran.jsonl") == 1
     captured = capsys.readouterr()
     assert "there is no data file tran.jsonl" in captured.out
+    assert captured.out.splitlines()[-1].startswith("tran.jsonl: 1 fault  (")
     assert "Traceback" not in captured.out + captured.err
 
 

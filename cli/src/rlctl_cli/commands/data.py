@@ -192,8 +192,8 @@ def _print(report: DataReport, out: Console) -> None:
         out.print(Text.assemble(("reward: ", "bold"), f"{line} on {reward.rows} rows", (f"  {parts}", "dim")))
     _print_faults("fault", "red", report.faults, out)
     _print_faults("warning", "yellow", report.warnings, out)
-    verdict = f"{report.target}: " + (f"{len(report.faults)} faults" if report.faults else "no fault")
-    verdict += f", {len(report.warnings)} warnings" if report.warnings else ""
+    verdict = f"{report.target}: " + (_count(len(report.faults), "fault") if report.faults else "no fault")
+    verdict += f", {_count(len(report.warnings), 'warning')}" if report.warnings else ""
     style = "bold red" if report.faults else "bold green"
     out.print(Text.assemble((verdict, style), (f"  ({report.seconds:.1f} s)", "dim")))
 
@@ -210,6 +210,10 @@ def _print_lengths(kind: str, stats: LengthStats, out: Console) -> None:
     for low, high, rows in stats.histogram:
         bar = "█" * -(-rows * BAR_WIDTH // most)
         out.print(Text.assemble((f"    {low:>{digits}} - {high:>{digits}} ", "dim"), (f"{bar} ", "cyan"), str(rows)))
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" + ("" if number == 1 else "s")
 
 
 def _print_faults(word: str, style: str, faults: Sequence[Fault], out: Console) -> None:

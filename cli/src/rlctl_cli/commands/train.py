@@ -120,6 +120,9 @@ def train(
         resume_path = run_dir if (run_dir / "manifest.json").is_file() else None
     if dry_run:
         require_imports(resolved.config, plugins, None, notice)
+        from rlctl.trainers.functions import try_functions
+
+        try_functions(resolved, plugins)
         click.echo(f"configuration of {resolved.source} is complete: nothing was started", err=True)
         return
     from rlctl_cli.live import make_reporter

@@ -24,7 +24,7 @@ def key_tables() -> str:
     for section, info in RunConfig.model_fields.items():
         model = model_of(info.annotation)
         assert model is not None, section
-        doc = (model.__doc__ or "").strip().splitlines()[0]
+        doc = " ".join((model.__doc__ or "").split("\n\n")[0].split())
         lines += [f"### {section}", "", doc, "", "| key | takes | default | meaning |", "|---|---|---|---|"]
         skip: tuple[Any, ...] | None = None
         for loc, field in walk(model, (section,)):

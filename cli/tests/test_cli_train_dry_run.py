@@ -1,0 +1,53 @@
+"""`rlctl train --dry-run`: functions of one's own are loaded and tried, as a run does before it loads a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlctl_cli.main import main
+
+OWN = """
+def flat(scores, groups):
+    return scores - scores.mean()
+
+
+def shaped(scores, groups):
+    return scores[:1]
+
+
+def ones(solution_str):
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("algorithm.adv_estimator=own.py:flat", ""),
+        ("algorithm.adv_estimator=own.py:nope", "nope"),
+        ("algorithm.adv_estimator=own.py:shaped", "shaped"),
+        ("actor.policy_loss.loss_mode=own.py:nope", "nope"),
+        ("reward.components=[{name: own.py:nope}]", "nope"),
+    ],
+)
+def test_functions_of_ones_own_are_tried(
+    override: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rlctl_fsdp")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "quickstart", override, "--dry-run"])
+    code = caught.value.code
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    if words:
+        assert code == 1, error
+        assert words in error
+        assert "is complete" not in error
+    else:
+        assert code == 0, error
+        assert "is complete: nothing was started" in error
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["own.py"]

@@ -1,0 +1,31 @@
+"""Functions that a configuration names and nobody has run yet: loaded and tried before anything is started."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlctl.algorithms.table import ADVANTAGES, POLICY_LOSSES
+from rlctl.data.rewards import build_reward
+
+if TYPE_CHECKING:
+    from rlctl.config.load import ResolvedConfig
+    from rlctl.plugins import PluginSet
+
+
+def try_functions(resolved: ResolvedConfig, plugins: PluginSet | None) -> None:
+    """The estimator and the policy loss where they are not rlctl's own, and the rewards: as a run does at its start.
+
+    Imports torch only for an estimator or a loss that is not rlctl's own.
+
+    Raises:
+        ConfigError: there is none of that name.
+        AlgorithmError, DataError: one does not load, or fails on a few made-up rows.
+    """
+    config = resolved.config
+    if config.trainer.type == "sft":
+        return
+    if config.algorithm.adv_estimator not in ADVANTAGES or config.actor.policy_loss.loss_mode not in POLICY_LOSSES:
+        from rlctl.trainers.algorithms import find_algorithms
+
+        find_algorithms(config, plugins)
+    build_reward(config.reward, plugins, resolved.base_dir).close()
