@@ -161,23 +161,42 @@ def test_a_run_without_a_critic_keeps_its_checkpoints_as_they_were(
         train(run, resume=True)
 
 
-def test_the_critic_warms_up_alone(tmp_path: Path) -> None:
+def test_the_critic_warms_up_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
-    alone = ["critic.warmup_steps=6", "trainer.total_training_steps=6", "critic.ppo_epochs=2", "trainer.save_freq=0"]
+    alone = ["critic.warmup_steps=6", "trainer.total_training_steps=7", "critic.ppo_epochs=2", "trainer.save_freq=0"]
+    said: list[str] = []
+    monkeypatch.setattr(NullReporter, "message", lambda self, text: said.append(text))
+    real = Runner._step
+
+    def look(self: Runner, trainer: Any, step: int) -> Any:
+        if step == 7:
+            self._export(run / "six")
+        return real(self, trainer, step)
+
+    monkeypatch.setattr(Runner, "_step", look)
     result = train(run, *alone, "critic.value_clip=null")
     loss = [m["critic/vf_loss"] for m in result.history]
     assert min(loss[3:]) < 0.5 * loss[0], "it learns what rewards there are"
-    assert same(weights(run, "export"), weights(run / "warm_start", "export")), "the actor stayed as it was"
-    assert all("critic/grad_norm" in m and "actor/grad_norm" not in m for m in result.history)
+    assert same(weights(run, "six"), weights(run / "warm_start", "export")), "the actor stayed as it was"
+    assert not same(weights(run, "export"), weights(run, "six")), "and then it learnt"
+    assert all("critic/grad_norm" in m for m in result.history)
+    assert ["actor/grad_norm" in m for m in result.history] == [False] * 6 + [True]
+    assert said.count("the first 6 steps train the critic alone (critic.warmup_steps)") == 1
     before, after = weights(run / "warm_start", "export"), weights(run, "critic")
     assert after.keys() - before.keys() == {"score.weight"}
     assert all(not torch.equal(after[name], before[name]) for name in after.keys() & before.keys())
-    on = train(tmp_path / "on", "critic.warmup_steps=1", "trainer.total_training_steps=2")
-    assert ["actor/grad_norm" in m for m in on.history] == [False, True]
+
+
+def test_a_warm_up_as_long_as_the_epochs_is_refused_before_a_launch(tmp_path: Path) -> None:
+    epochs = ["trainer.total_training_steps=null", "trainer.total_epochs=1", "data.task.train_size=16"]
+    with pytest.raises(
+        ConfigError, match=r"the steps of the run .trainer.total_epochs 1. are 4: the actor would never"
+    ):
+        train(tmp_path / "run", *epochs, "data.train_batch_size=4", "critic.warmup_steps=4")
 
 
 def test_a_critic_starts_from_one_and_reads_what_the_actor_writes(tmp_path: Path) -> None:
-    short = ["trainer.total_training_steps=1", "critic.warmup_steps=1"]
+    short = ["trainer.total_training_steps=2", "critic.warmup_steps=1"]
     first = train(tmp_path / "first", *short, "critic.optim.lr=1e-2")
     judge = tmp_path / "first" / "critic"
     again = train(tmp_path / "again", *short, f"critic.model.path={judge}", "critic.optim.lr=1e-30")

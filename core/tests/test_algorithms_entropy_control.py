@@ -79,6 +79,37 @@ def test_what_it_remembers_passes_through_json_bit_by_bit() -> None:
     assert other.weight != 0.01
 
 
+def test_a_resumed_control_of_another_kind_starts_again_and_says_so() -> None:
+    one = stage(0.0, type="additive", target_entropy=0.5)
+    one.learn({"actor/entropy": 1.0})
+    assert one.coef == 0.0, "which sac could not move"
+    state = json.loads(json.dumps(one.state_dict()))
+    other = stage(0.01, type="sac", target_entropy=0.5)
+    (note,) = other.load_state_dict(state)
+    assert "actor.entropy_ctrl.type was additive and is sac" in note
+    assert "starts again from actor.entropy_coeff 0.01" in note
+    assert other.weight == 0.01
+    aim = stage(0.0, type="additive", target_entropy=2.0)
+    assert "target_entropy was 0.5 and is 2.0" in aim.load_state_dict(state)[0]
+    assert aim.weight == 0.0
+
+
+def test_a_resumed_weight_keeps_to_new_bounds_and_says_whose_it_is() -> None:
+    settings = {"type": "additive", "target_entropy": 2.0, "step": 0.05}
+    one = stage(0.05, **settings)
+    one.learn({"actor/entropy": 1.0})
+    state = json.loads(json.dumps(one.state_dict()))
+    assert stage(0.05, **settings).load_state_dict(state) == []
+    low = stage(0.05, **settings, max_coeff=0.06)
+    (note,) = low.load_state_dict(state)
+    assert "was 0.1 and is now actor.entropy_ctrl.max_coeff 0.06" in note
+    assert low.weight == 0.06
+    moved = stage(0.01, **settings)
+    (note,) = moved.load_state_dict(state)
+    assert "goes on with the checkpoint's 0.1" in note
+    assert moved.weight == 0.1
+
+
 REFUSED = {
     "no target": ({"entropy_ctrl": {"type": "sac"}, "entropy_coeff": 0.01}, "no actor.entropy_ctrl.target_entropy"),
     "fixed": ({"entropy_ctrl": {"target_entropy": 1.0}}, "set additive or sac"),

@@ -70,6 +70,8 @@ def test_the_adaptive_coefficient_is_that_of_the_paper(
     assert next_kl_coef(coef, target, 8, target=target, horizon=horizon) == coef
     assert next_kl_coef(coef, 2 * target, 8, target=target, horizon=horizon) > coef
     assert next_kl_coef(coef, 0.5 * target, 8, target=target, horizon=horizon) < coef
+    # A batch of many horizons takes 9 tenths away at most: never all, and never more than all.
+    assert next_kl_coef(coef, 0.0, 100 * horizon, target=target, horizon=horizon) == coef * 0.1
 
 
 @given(

@@ -227,6 +227,9 @@ def test_nobody_is_asked_for_a_role_that_takes_no_part(run: Path, tmp_path: Path
     broken = script(tmp_path / "no" / "python", "exit 3")
     config = load(run, broken, "rollout.backend=hf", "trainer.type=sft").config
     assert config.pools_used() == {"main": 1}
+    said: list[str] = []
+    load_config(str(run), ["rollout.backend=hf", f"ref.python={broken}"], notice=said.append)
+    assert [text for text in said if text.startswith("ref.python does nothing: there is no KL to a reference")]
 
 
 def test_a_plan_speaks_of_the_environment_where_a_role_lives(run: Path, there: There) -> None:

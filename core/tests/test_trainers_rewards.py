@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlctl.algorithms.lookup import builtin
+from rlctl.algorithms.rewards.running import Moments
 from rlctl.batch import GROUP, PackedBatch, pack
 from rlctl.config.schema import RunConfig
 from rlctl.data.columns import Row
@@ -19,11 +22,15 @@ from rlctl.data.rewards import RewardInput, RewardResult, RewardScorer
 from rlctl.data.rewards.sources import require_sources
 from rlctl.data.rewards.text import FunctionReward
 from rlctl.data.sampler import BatchSampler
-from rlctl.errors import DataError
+from rlctl.errors import DataError, GuardError
 from rlctl.generation import Completion, FinishReason
+from rlctl.records import AlgorithmKind
+from rlctl.trainers import sampling
+from rlctl.trainers.advantages import AdvantageStage
 from rlctl.trainers.evaluation import ScoredRollout
 from rlctl.trainers.rewards import RewardStage
-from rlctl.trainers.rl import _component_means
+from rlctl.trainers.rl import StepTimer, _component_means
+from rlctl.trainers.sampling import prompts_with_signal
 
 BASE = {"model": {"path": "m"}, "data": {"task": {"name": "sum"}, "max_response_length": 10}}
 
@@ -109,7 +116,7 @@ def test_a_baseline_is_scaled_and_not_learnt_from() -> None:
 
 def test_the_kl_is_taken_from_each_token_and_its_coefficient_follows() -> None:
     kl = {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1, "target_kl": 0.1, "horizon": 10}}
-    one = stage(algorithm=kl)
+    one = stage(algorithm=kl, data={**BASE["data"], "train_batch_size": 2}, rollout={"n": 2})
     made = rollout([1.0, 0.0], lengths=[2, 3])
     found = one.inputs(batch(made, kl=0.5), made, one.shape(made))
     assert found["token_rewards"].tolist() == pytest.approx([0, -0.05, 0.95, 0, -0.05, -0.05, -0.05])
@@ -121,6 +128,88 @@ def test_the_kl_is_taken_from_each_token_and_its_coefficient_follows() -> None:
     fixed = stage(algorithm={**kl, "kl_ctrl": {"kl_coef": 0.1}})
     fixed.inputs(batch(made, kl=0.5), made, fixed.shape(made))
     assert fixed.coef == 0.1
+
+
+def test_a_resumed_control_says_whose_coefficient_goes_on() -> None:
+    def made(coef: float, kind: str = "adaptive") -> RewardStage:
+        return stage(algorithm={"use_kl_in_reward": True, "kl_ctrl": {"type": kind, "kl_coef": coef}})
+
+    one = made(0.1)
+    one._control(0.1, 1.0, 8)
+    state = json.loads(json.dumps(one.state_dict()))
+    assert made(0.1).load_state_dict(state) == []
+    assert made(0.3, "fixed").load_state_dict(state) == [], "the configuration counts"
+    other = made(0.3)
+    (note,) = other.load_state_dict(state)
+    assert "kl_coef was 0.1 and is 0.3" in note
+    assert f"the checkpoint's {one.coef:g}" in note
+    assert other.coef == one.coef
+
+
+def test_rewards_that_float32_cannot_hold_are_refused_by_setting_and_row() -> None:
+    made = rollout([0.0, 2.0], ["a", "b"])
+    for sections, words in (
+        ({"source_weights": {"b": 1e308}}, r"r:1 .row 1. is too large after reward.source_weights"),
+        ({"overlong_buffer": {"len": 4, "penalty_factor": 1e40}}, r"after reward.overlong_buffer"),
+    ):
+        with pytest.raises(GuardError, match=words):
+            stage(reward=sections).shape(rollout([0.0, 2.0], ["a", "b"], [2, 10]))
+    one = stage(reward={"normalize": "running_std"})
+    one.moments[""] = Moments(2, 0.0, 1e-16)
+    with pytest.raises(GuardError, match=r"after reward.normalize"):
+        one.shape(rollout([0.0, 3e38]), learn=False)
+    one = stage(algorithm={"use_kl_in_reward": True, "kl_penalty": "mse"})
+    with pytest.raises(GuardError, match=r"after algorithm.kl_penalty mse"):
+        one.inputs(batch(made, kl=1e30), made, one.shape(made))
+
+
+def test_a_component_that_float32_cannot_hold_is_refused_by_name_and_row() -> None:
+    def score(*values: float, weight: float = 1.0) -> list[RewardResult]:
+        named = [(f"c{i}", weight, FunctionReward(lambda item, v=v: v)) for i, v in enumerate(values)]
+        return RewardScorer(named).score([Row(3, "r:4", "p", "1", None, "a")], ["x"], ["stop"], [1])
+
+    for large in (1e40, -1e40, 10**400):
+        with pytest.raises(DataError, match=r"reward 'c1' is too large for r:4 .row 3."):
+            score(1.0, large)
+    with pytest.raises(DataError, match=r"weighted sum of reward.components is too large for r:4 .row 3."):
+        score(1.0, 2.0, weight=1e308)
+    largest = torch.finfo(torch.float32).max
+    assert score(largest)[0].score == largest
+
+
+def filtering(made: ScoredRollout, metric: str, estimator: str) -> Any:
+    """What :func:`prompts_with_signal` looks at of a trainer."""
+    whole = config(algorithm={"adv_estimator": estimator, "filter_groups": {"metric": metric}})
+    advantages = AdvantageStage(
+        builtin(AlgorithmKind.ADVANTAGE, estimator), whole.algorithm, [("x", 1.0), ("y", 1.0), ("idle", 0.0)]
+    )
+    rewards = RewardStage(whole.reward, whole.algorithm, 10)
+    return SimpleNamespace(context=SimpleNamespace(config=whole), rewards=rewards, advantages=advantages)
+
+
+@pytest.mark.parametrize("metric", ["reward", "score"])
+def test_prompts_whose_components_differ_teach_gdpo_though_their_sum_agrees(metric: str) -> None:
+    values = [(1, 0, 0), (0, 1, 0), (1, 0, 0), (1, 0, 5), (0, 0, 0), (1, 0, 0)]
+    made = rollout([float(x + y) for x, y, _ in values])
+    done = [replace(c, prompt_index=i // 2) for i, c in enumerate(made.completions)]
+    scored = [RewardResult(float(x + y), {"x": x, "y": y, "idle": z}) for x, y, z in values]
+    made = ScoredRollout(made.rows[:3], made.prompts[:3], done, made.texts, scored)
+    for estimator, wanted in (("gdpo", [0, 2]), ("grpo", [2])):
+        trainer = filtering(made, metric, estimator)
+        section = trainer.context.config.algorithm.filter_groups
+        assert prompts_with_signal(trainer, section, made) == wanted
+
+
+def test_a_metric_that_no_row_has_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = rollout([0.0, 1.0])
+    made = replace(made, rewards=[RewardResult(s, {"exact_match": s, "exact_match/part": 0.0}) for s in made.scores])
+    monkeypatch.setattr(sampling, "_sample", lambda *_: made)
+    for metric, words in (
+        ("exact_match/prat", "no row has the reward component exact_match/prat"),
+        ("exact_match/part", "no prompt of 10 generation batches has samples that differ in their exact_match/part"),
+    ):
+        with pytest.raises(GuardError, match=words):
+            sampling.gather(filtering(made, metric, "grpo"), 1, StepTimer())
 
 
 def test_a_truncated_row_keeps_its_reward_and_no_token() -> None:
@@ -214,6 +303,8 @@ def test_sources_and_rows_must_know_each_other() -> None:
 
 ADAPTIVE = {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive"}}
 GROUPS = {"filter_groups": {}}
+TWICE = [{"name": "number"}, {"name": "number"}]
+SFT = {"trainer": {"type": "sft"}}
 TEACHER = {"teacher": {"model": {"path": "t"}}, "distillation": {}}
 REFUSED = {
     "bounds": ({"reward": {"clip_min": 1.0, "clip_max": 1.0}}, "is not below reward.clip_max"),
@@ -229,6 +320,29 @@ REFUSED = {
         "filter_groups compares the samples",
     ),
     "no such metric": ({"algorithm": {"filter_groups": {"metric": "acc"}}}, "the components exact_match"),
+    "one batch takes all": (
+        {
+            "algorithm": {**ADAPTIVE, "kl_ctrl": {"type": "adaptive", "horizon": 20}},
+            "data": {**BASE["data"], "train_batch_size": 50},
+            "rollout": {"n": 2},
+        },
+        "would take the whole coefficient away",
+    ),
+    "no such number": (
+        {"reward": {"components": TWICE}, "algorithm": {"filter_groups": {"metric": "number_7"}}},
+        "number_7, and there are reward, score and the components number, number_2",
+    ),
+    "no part of a reward": ({"algorithm": {"filter_groups": {"metric": "reward/x"}}}, "the components exact_match"),
+    "sft groups": ({**SFT, "algorithm": GROUPS}, "algorithm.filter_groups has nothing to do in SFT"),
+    "sft kl": ({**SFT, "algorithm": ADAPTIVE}, "algorithm.kl_ctrl has nothing to do in SFT"),
+    "sft kl in the reward": ({**SFT, "algorithm": ADAPTIVE}, "algorithm.use_kl_in_reward has nothing to do in SFT"),
+    "sft correction": ({**SFT, "algorithm": {"rollout_correction": {}}}, "rollout_correction has nothing to do in SFT"),
+    "sft entropy": ({**SFT, "actor": {"entropy_ctrl": {"type": "sac"}}}, "actor.entropy_ctrl has nothing to do in SFT"),
+    "sft shaping": ({**SFT, "reward": {"clip_max": 1.0}}, "reward.clip_max has nothing to do in SFT"),
+    "sft batch": (
+        {**SFT, "data": {**BASE["data"], "gen_batch_size": 8}},
+        "data.gen_batch_size has nothing to do in SFT",
+    ),
     "generation batch": (
         {"data": {**BASE["data"], "gen_batch_size": 8}},
         "gen_batch_size is of algorithm.filter_groups",
@@ -252,4 +366,3 @@ def test_the_kl_in_the_reward_needs_a_reference_and_its_pool() -> None:
     assert "other" in made.pools_used()
     assert not config().needs_reference
     assert "other" not in config(**pools).pools_used()
-    assert not config(algorithm={"use_kl_in_reward": True}, trainer={"type": "sft"}).needs_reference

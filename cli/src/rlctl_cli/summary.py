@@ -17,7 +17,7 @@ SHOWN = (
     ("distillation/loss", "distillation loss"),
     ("response_length/mean", "response length"),
     ("actor/entropy", "entropy"),
-    ("critic/vf_explained_var", "explained by the critic"),
+    ("critic/vf_explained_var", "explained by the critic, 0: as good as a constant"),
     ("timing_s/step", "seconds a step"),
 )
 

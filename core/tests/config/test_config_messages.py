@@ -231,6 +231,12 @@ def test_no_word_of_the_validating_library_reaches_the_reader(plugins: PluginSet
             )
 
 
+def test_what_hangs_on_a_refused_section_is_not_said_to_lack_it(plugins: PluginSet, run_file: Write) -> None:
+    text = BASE + "algorithm: {filter_groups: {}}\n"
+    problem = one_problem(plugins, run_file(text), "rollout.n=1", "data.gen_batch_size=4")
+    assert problem.path == "rollout.n"
+
+
 def test_a_word_that_is_no_finite_number_is_not_advised(plugins: PluginSet, run_file: Write) -> None:
     assert "quotes" not in str(one_problem(plugins, run_file(BASE), "actor.optim.lr=nan"))
 

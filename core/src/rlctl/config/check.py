@@ -57,10 +57,10 @@ def check(
                 continue
             loc = (*prefix, *_real_loc(fault["loc"], tree))
             for problem, names, places in _problems(fault, loc, document, engines, hint, model, len(prefix)):
-                if not _consequence(fault, problem, removed):
-                    if problem not in problems:
-                        problems.append(problem)
-                    removed |= names
+                if not _consequence(fault, problem, removed) and problem not in problems:
+                    problems.append(problem)
+                # What a consequence names is taken away too, so that complaints of its absence are consequences again.
+                removed |= names
                 for place in places:
                     taken_away |= _remove(tree, place[len(prefix) :])
         if not taken_away:

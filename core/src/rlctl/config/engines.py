@@ -175,6 +175,13 @@ def _takes_part(document: Document, role: str) -> bool:
     return {"ref": kl and not sft, "rollout": not sft}.get(role, True)
 
 
+_ABSENT = {
+    "ref": "there is no KL to a reference (actor.use_kl_loss, algorithm.use_kl_in_reward), or no RL",
+    "rollout": "trainer.type sft samples nothing",
+}
+"""Why a role takes no part."""
+
+
 def _derived(document: Document, role: str) -> bool:
     return document.leaf_origin((role, "backend")).kind == "derived"
 
@@ -224,6 +231,8 @@ def _one_role(
     loc: Loc = (role, "backend")
     device = _device(document)
     if homes.python_of(role) is not None and not _takes_part(document, role):
+        if document.get((role, "python")) is not None:
+            notice(f"{role}.python does nothing: {_ABSENT[role]}")
         return  # nobody is asked for a role that takes no part
     home = homes.of(role, (name, ROLE_KINDS[role][0]))
     if home is None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from rlctl.algorithms.rewards.kl_control import ROWS_MAX
 
 if TYPE_CHECKING:
     from rlctl.config.schema import RunConfig
@@ -55,6 +56,12 @@ def _kl(config: RunConfig) -> Iterator[str]:
                 yield f"algorithm.kl_ctrl.{key} does nothing with algorithm.kl_ctrl.type fixed: set adaptive, or take it out"
     elif control.kl_coef == 0:
         yield "algorithm.kl_ctrl.kl_coef is 0, which no adaptive control can move: it multiplies; start above 0"
+    elif (rows := config.data.train_batch_size * config.rollout.n) >= ROWS_MAX * control.horizon:
+        yield (
+            f"algorithm.kl_ctrl.horizon is {control.horizon}, and a batch has {rows} rows (data.train_batch_size x rollout.n), "
+            f"{ROWS_MAX} times as many or more: one batch would take the whole coefficient away; raise the horizon (10 times the "
+            "rows move it by 2% a batch)"
+        )
 
 
 def _dynamic_sampling(config: RunConfig) -> Iterator[str]:
@@ -65,9 +72,9 @@ def _dynamic_sampling(config: RunConfig) -> Iterator[str]:
         return
     if config.rollout.n < 2:
         yield f"algorithm.filter_groups compares the samples of a prompt, and rollout.n is {config.rollout.n}: 2 or more"
-    named = [component.name.rpartition(":")[2] for component in config.reward.components]
-    base = section.metric.partition("/")[0]
-    if base not in ("reward", "score", *named) and re.sub(r"_\d+$", "", base) not in named:
+    named = config.reward.component_names
+    # What a function of one's own says beside its score is name/key; which keys, only a run shows.
+    if section.metric not in ("reward", "score") and section.metric.partition("/")[0] not in named:
         yield (
             f"algorithm.filter_groups.metric is {section.metric}, and there are reward, score and the components "
             f"{', '.join(named)}"

@@ -31,6 +31,7 @@ from rlctl.config.schema_rollout import RolloutConfig
 from rlctl.config.schema_rollout import ValSampling as ValSampling
 from rlctl.config.schema_runtime import RuntimeConfig
 from rlctl.config.schema_trainer import GuardsConfig, TrainerConfig
+from rlctl.config.sft_faults import sft_faults
 from rlctl.records import BackendKind
 
 
@@ -60,7 +61,7 @@ class RunConfig(Strict):
     def _batch_arithmetic(self) -> RunConfig:
         # All of them, one a line: the reader mends them together.
         faults = distillation_faults(self) + algorithm_faults(self) + critic_faults(self)
-        faults += reward_faults(self) + entropy_faults(self)
+        faults += reward_faults(self) + entropy_faults(self) + sft_faults(self)
         rl = self.trainer.type == "rl"
         mini = self.actor.ppo_mini_batch_size
         if rl and mini is not None and self.data.train_batch_size % mini:

@@ -72,4 +72,18 @@ def critic_faults(config: RunConfig) -> list[str]:
         faults.append(
             f"data.train_batch_size {config.data.train_batch_size} is not a multiple of critic.ppo_mini_batch_size {mini}"
         )
+    total = config.trainer.total_training_steps
+    if total is not None and (fault := warmup_fault(config, total)) is not None:
+        faults.append(fault)
     return faults
+
+
+def warmup_fault(config: RunConfig, total_steps: int) -> str | None:
+    """What is wrong where the critic would learn alone in every step of the run; None where it does not."""
+    alone = config.critic.warmup_steps if config.critic else 0
+    if alone < total_steps:
+        return None
+    given = "trainer.total_training_steps"
+    if config.trainer.total_training_steps is None:
+        given = f"the steps of the run (trainer.total_epochs {config.trainer.total_epochs})"
+    return f"critic.warmup_steps is {alone}, and {given} are {total_steps}: the actor would never be trained; set fewer"

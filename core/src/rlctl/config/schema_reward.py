@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat
@@ -55,8 +56,29 @@ class RewardConfig(Strict):
     clip_max: float | None = Field(default=None, description="Rewards are at most this, after all of the above.")
 
     @property
+    def component_names(self) -> list[str]:
+        """What each component is called in metrics and results."""
+        names: list[str] = []
+        for component in self.components:
+            names.append(component_name(component.name, names))
+        return names
+
+    @property
     def shapes(self) -> tuple[str, ...]:
         """The keys that make training rewards differ from scores."""
         plain = type(self)()
         keys = ("source_weights", "overlong_buffer", "normalize", "clip_min", "clip_max")
         return tuple(key for key in keys if getattr(self, key) != getattr(plain, key))
+
+
+def is_user_function(name: str) -> bool:
+    """True for ``path/to/file.py:function``."""
+    return ".py:" in name or name.endswith(".py")
+
+
+def component_name(name: str, taken: Sequence[str]) -> str:
+    """A component's name beside those before it: the function of a file, and a number from 2 up where a name comes again."""
+    base = name.rpartition(":")[2] if is_user_function(name) else name
+    if base not in taken:
+        return base
+    return next(f"{base}_{number}" for number in range(2, len(taken) + 3) if f"{base}_{number}" not in taken)

@@ -33,8 +33,10 @@ HEADLINES: tuple[Headline, ...] = (
     Headline("val_kl", "val KL", ("val/distillation/kl",), "small", "down"),
     Headline("kl", "KL", ("actor/kl_loss", "actor/ppo_kl"), "small"),
     Headline("entropy", "entropy", ("actor/entropy",), "small"),
+    Headline("explained", "explained", ("critic/vf_explained_var",), "score", "up"),
     Headline("grad_norm", "grad norm", ("actor/grad_norm", "train/grad_norm"), "small"),
     Headline("length", "response tokens", ("response_length/mean",), "count"),
+    Headline("gen_batches", "gen batches", ("train/num_gen_batches",), "rate"),
     Headline("throughput", "tokens/s", ("perf/throughput",), "rate", "up"),
     Headline("step_time", "s/step", ("timing_s/step", "perf/time_per_step"), "seconds", "down"),
 )
@@ -53,8 +55,9 @@ def pick(metrics: Mapping[str, float], headline: Headline) -> float | None:
     for name in headline.names:
         value = metrics.get(name)
         if value is not None:
-            # Exactly on policy and without a reference there is no KL to watch.
-            return None if headline.key == "kl" and value == 0.0 else float(value)
+            # Exactly on policy and without a reference there is no KL to watch, and of equal returns nothing to explain.
+            absent = (headline.key == "kl" and value == 0.0) or (headline.key == "explained" and value != value)
+            return None if absent else float(value)
     return None
 
 

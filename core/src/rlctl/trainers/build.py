@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rlctl.algorithms.lookup import Algorithm
 from rlctl.config.schema import ModelConfig
+from rlctl.config.schema_critic import warmup_fault
 from rlctl.data.lengths import fit_rows
 from rlctl.data.prompts import PromptEncoder
 from rlctl.data.rewards import build_reward
@@ -16,6 +17,7 @@ from rlctl.data.rewards.sources import require_sources
 from rlctl.data.rows import Row, load_rows
 from rlctl.data.sampler import BatchSampler
 from rlctl.data.tokenizer import load_tokenizer
+from rlctl.errors import ConfigError
 from rlctl.manifest import filtered_sampling
 from rlctl.records import AlgorithmKind
 from rlctl.roles.actor import ActorRole
@@ -105,6 +107,8 @@ def prepare(context: setup.Context) -> Prepared:
         setting="data.gen_batch_size" if drawn else "data.train_batch_size",
     )
     steps = setup.schedule_length(config, len(train_rows))
+    if (fault := warmup_fault(config, steps)) is not None:
+        raise ConfigError(fault, next="lower critic.warmup_steps, or raise trainer.total_epochs")
     return Prepared(
         context, model, tokenizer, encoder, train_rows, val_rows, sampler, steps, teacher_models, algorithms, critic
     )
@@ -148,7 +152,7 @@ def _build_rl(p: Prepared, run_dir: Path, *, resuming: bool, closing: ExitStack)
             model = warm_start(context, model, p.encoder, scorer, p.train_rows, p.val_rows, started)
     mini = config.actor.ppo_mini_batch_size or config.data.train_batch_size
     # The steps in which a critic learns alone are none of the actor's.
-    learning = max(1, p.total_steps - (config.critic.warmup_steps if config.critic else 0))
+    learning = p.total_steps - (config.critic.warmup_steps if config.critic else 0)
     updates = learning * config.actor.ppo_epochs * (config.data.train_batch_size // mini)
     optim = setup.with_schedule(config.actor.optim, updates)
     actor = setup.build_train_engine(context, config.actor, model, name="actor", optim=optim)

@@ -67,9 +67,37 @@ class EntropyStage:
 
     def state_dict(self) -> dict[str, Any]:
         """As JSON data; floats come back bit by bit."""
-        return {"coef": self.coef, "entropy": self.entropy}
+        return {"coef": self.coef, "entropy": self.entropy, **self._settings}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take :meth:`state_dict`'s answer back; a control that the configuration has switched off since then is left out."""
-        if self.adaptive:
-            self.coef, self.entropy = state.get("coef"), state.get("entropy")
+    @property
+    def _settings(self) -> dict[str, Any]:
+        control = self.config.entropy_ctrl
+        return {"type": control.type, "target_entropy": control.target_entropy, "start": self.config.entropy_coeff}
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """Take :meth:`state_dict`'s answer back; a control that the configuration has switched off since then is left out.
+
+        Returns:
+            What the user should know, a line each: where settings were changed since then.
+        """
+        coef = state.get("coef")
+        if not self.adaptive or coef is None:
+            return []
+        self.entropy = state.get("entropy")
+        control = self.config.entropy_ctrl
+        changed = [k for k in ("type", "target_entropy") if state.get(k, self._settings[k]) != self._settings[k]]
+        if changed:
+            said = " and ".join(f"actor.entropy_ctrl.{k} was {state[k]} and is {self._settings[k]}" for k in changed)
+            return [
+                f"{said}: the weight of the entropy starts again from actor.entropy_coeff {self.config.entropy_coeff:g}"
+            ]
+        self.coef = min(coef, control.max_coeff)
+        notes = [
+            f"the weight of the entropy was {coef:g} and is now actor.entropy_ctrl.max_coeff {control.max_coeff:g}"
+        ] * (self.coef != coef)
+        if state.get("start", self.config.entropy_coeff) != self.config.entropy_coeff:
+            notes.append(
+                f"actor.entropy_coeff was {state['start']:g} and is {self.config.entropy_coeff:g}, where the control starts: the "
+                f"run goes on with the checkpoint's {self.coef:g}"
+            )
+        return notes

@@ -20,6 +20,8 @@ from rlctl.algorithms.rewards.running import Moments, scaled
 from rlctl.batch import PackedBatch
 from rlctl.config.schema_algorithm import AlgorithmConfig
 from rlctl.config.schema_reward import RewardConfig
+from rlctl.data.rewards.scorer import LARGEST
+from rlctl.errors import GuardError
 from rlctl.generation import FinishReason
 from rlctl.trainers.advantages import last_token_rewards
 from rlctl.trainers.evaluation import ScoredRollout
@@ -64,7 +66,8 @@ class RewardStage:
         if self.config.source_weights:
             weights = [self.config.source_weights.get(source, 1.0) for source in _sources(rollout)]
             rewards = rewards * torch.tensor(weights, dtype=torch.float64)
-        return rewards
+        given = [key for key in ("source_weights", "overlong_buffer") if getattr(self.config, key)]
+        return _held(rewards, rollout, " and ".join(f"reward.{key}" for key in given))
 
     def shape(self, rollout: ScoredRollout, *, learn: bool = True) -> torch.Tensor:
         """``[R]`` float64 :meth:`unscaled`, then scaled by the moments and clipped.
@@ -75,7 +78,7 @@ class RewardStage:
         """
         rewards = self.unscaled(rollout)
         if self.config.normalize != "none":
-            rewards = self._normalise(rewards, _sources(rollout), learn)
+            rewards = _held(self._normalise(rewards, _sources(rollout), learn), rollout, "reward.normalize")
         return rewards.clamp(self.config.clip_min, self.config.clip_max) if self._clips else rewards
 
     @property
@@ -131,6 +134,7 @@ class RewardStage:
             tokens = penalised_token_rewards(tokens, kl, mask, coef)
             # A row without a trained token keeps its reward, which counts in its group.
             rewards = rewards - coef * row_sums(kl, mask, row_ids, batch.num_rows)
+            rewards = _held(rewards, rollout, f"algorithm.kl_penalty {self.algorithm.kl_penalty}")
             self.metrics["actor/reward_kl_penalty_coeff"] = coef
             if (current := mean_kl(kl, mask, row_ids, batch.num_rows)) is not None:
                 self.metrics["actor/reward_kl_penalty"] = current
@@ -150,18 +154,52 @@ class RewardStage:
     # ---- checkpoint ---------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
         """As JSON data; floats come back bit by bit."""
-        return {"kl_coef": self.kl_coef, "moments": {key: asdict(value) for key, value in self.moments.items()}}
+        return {
+            "kl_coef": self.kl_coef,
+            "kl_start": self.algorithm.kl_ctrl.kl_coef,
+            "moments": {key: asdict(value) for key, value in self.moments.items()},
+        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take :meth:`state_dict`'s answer back; what the configuration has switched off since then is left out."""
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """Take :meth:`state_dict`'s answer back; what the configuration has switched off since then is left out.
+
+        Returns:
+            What the user should know, a line each: where settings were changed since then.
+        """
         self.kl_coef = state.get("kl_coef") if self.algorithm.kl_ctrl.type == "adaptive" else None
         kept = state.get("moments", {}) if self.config.normalize != "none" else {}
         self.moments = {key: Moments(**value) for key, value in kept.items()}
+        given = self.algorithm.kl_ctrl.kl_coef
+        before = state.get("kl_start", given)
+        if self.kl_coef is None or not self.uses_kl or before == given:
+            return []
+        return [
+            f"algorithm.kl_ctrl.kl_coef was {before:g} and is {given:g}, where the control starts: the run goes on with the "
+            f"checkpoint's {self.kl_coef:g}"
+        ]
 
 
 def truncated(rollout: ScoredRollout) -> torch.Tensor:
     """``[R]`` bool: the length limit cut the response."""
     return torch.tensor([c.finish_reason is FinishReason.LENGTH for c in rollout.completions])
+
+
+def _held(rewards: torch.Tensor, rollout: ScoredRollout, setting: str) -> torch.Tensor:
+    """``rewards`` ``[R]``, which float32 holds.
+
+    Raises:
+        GuardError: it does not; ``setting`` has made them so large.
+    """
+    wrong = (~(rewards.abs() <= LARGEST)).nonzero()[:, 0].tolist()
+    if not wrong:
+        return rewards
+    row = rollout.rows[rollout.completions[wrong[0]].prompt_index]
+    raise GuardError(
+        f"the reward of {row.source} (row {row.index}) is too large after {setting}",
+        found=f"{float(rewards[wrong[0]]):g} of the score {rollout.scores[wrong[0]]:g}; {len(wrong)} of {len(rewards)} rows",
+        wanted=f"at most {LARGEST:.1e}, the largest float32",
+        next=f"correct {setting}, or the rewards that it shapes",
+    )
 
 
 def _sources(rollout: ScoredRollout) -> list[str]:

@@ -88,6 +88,9 @@ class RLTrainer:
         how = self.rollout.sync(self.actor.engine).how
         if (note := sync_note(self.actor.engine, self.rollout.engine, how)) is not None:
             self.context.reporter.message(note)
+        alone = self.critic.warmup_steps if self.critic else 0
+        if alone:
+            self.context.reporter.message(f"the first {alone} steps train the critic alone (critic.warmup_steps)")
         return {"weight_sync": how}
 
     def advance(self, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -115,7 +118,7 @@ class RLTrainer:
         batch, inputs = self.advantage_inputs(self.pack(rollout), rollout, step, timer)
         with timer("adv"):
             batch = self.advantages(batch, rollout.rewards, inputs)
-        scores = torch.tensor(rollout.scores, dtype=torch.float32)
+        scores = torch.tensor(rollout.scores, dtype=torch.float64)
         if self.teacher is not None:
             with timer("teacher"), self.context.reporter.phase("teacher", None):
                 batch = self.teacher.annotate(batch, self.teachers(rollout), self.actor.engine, self.actor.plan)
@@ -355,8 +358,10 @@ class RLTrainer:
         self.actor.budget.in_a_row = int(state.get("skipped_in_a_row", 0))
         if self.critic is not None:
             self.critic.role.budget.in_a_row = int(state.get("critic_skipped_in_a_row", 0))
-        self.rewards.load_state_dict(state.get("rewards", {}))
-        self.entropy.load_state_dict(state.get("entropy", {}))
+        notes = self.rewards.load_state_dict(state.get("rewards", {}))
+        notes += self.entropy.load_state_dict(state.get("entropy", {}))
+        for note in notes:
+            self.context.reporter.message(note)
 
 
 def _component_means(rollout: ScoredRollout) -> dict[str, float]:

@@ -13,6 +13,7 @@ from rlctl.algorithms.dynamic_sampling import has_signal
 from rlctl.config.schema_algorithm import FilterGroupsConfig
 from rlctl.errors import GuardError
 from rlctl.generation import Completion
+from rlctl.trainers.advantages import component_values
 from rlctl.trainers.evaluation import ScoredRollout, score_completions
 from rlctl.trainers.rewards import truncated
 from rlctl.trainers.seeds import step_seed
@@ -53,6 +54,7 @@ def gather(trainer: RLTrainer, step: int, timer: StepTimer) -> Gathered:
     kept: list[ScoredRollout] = []
     scores: list[float] = []
     found = sampled = num_tokens = batches = 0
+    present: set[str] = set()
     while found < wanted and batches < section.max_num_gen_batches:
         stream = _STREAM + batches if batches else 0
         part = _sample(trainer, step_seed(seed, step, stream), timer)
@@ -63,9 +65,12 @@ def gather(trainer: RLTrainer, step: int, timer: StepTimer) -> Gathered:
         sampled += len(part.prompts)
         num_tokens += _tokens(part)
         scores += part.scores
+        present |= {name for reward in part.rewards for name in reward.components}
+    compared = "value of each component" if _by_component(trainer, section) else section.metric
     if found == 0:
+        _require_metric(section.metric, present)
         raise GuardError(
-            f"no prompt of {batches} generation batches has samples that differ in their {section.metric}",
+            f"no prompt of {batches} generation batches has samples that differ in their {compared}",
             found=f"{sampled} prompts, scores from {min(scores):g} to {max(scores):g}",
             wanted="some prompts that the policy answers now well, now badly",
             next="take data of another difficulty, raise algorithm.filter_groups.max_num_gen_batches or rollout.n, or take "
@@ -73,7 +78,7 @@ def gather(trainer: RLTrainer, step: int, timer: StepTimer) -> Gathered:
         )
     if found < wanted:
         trainer.context.reporter.message(
-            f"step {step}: trains on {found} of {wanted} prompts, the others of {sampled} have samples of one {section.metric}; "
+            f"step {step}: trains on {found} of {wanted} prompts, the others of {sampled} have samples of one {compared}; "
             f"algorithm.filter_groups.max_num_gen_batches={section.max_num_gen_batches} ended the search"
         )
     metrics = {
@@ -99,7 +104,11 @@ def _sample(trainer: RLTrainer, seed: int, timer: StepTimer) -> ScoredRollout:
 
 
 def prompts_with_signal(trainer: RLTrainer, section: FilterGroupsConfig, rollout: ScoredRollout) -> list[int]:
-    """The prompts of ``rollout``, in its order, whose samples differ in ``section.metric``."""
+    """The prompts of ``rollout``, in its order, whose samples differ in ``section.metric``.
+
+    For an estimator that scales each component by itself (gdpo) they differ where any component does: components that differ
+    and whose sum does not give advantages too.
+    """
     if section.metric == "reward":
         values = trainer.rewards.unscaled(rollout)
     else:
@@ -109,8 +118,33 @@ def prompts_with_signal(trainer: RLTrainer, section: FilterGroupsConfig, rollout
         values = torch.tensor(named, dtype=torch.float64)
     groups = torch.tensor([c.prompt_index for c in rollout.completions])
     masked = trainer.context.config.algorithm.mask_truncated_completions
-    signal = has_signal(values, groups, ~truncated(rollout) if masked else None)
+    trained = ~truncated(rollout) if masked else None
+    signal = has_signal(values, groups, trained)
+    if _by_component(trainer, section):
+        names = [name for name, weight in trainer.advantages.components if weight]
+        for one in component_values(rollout.rewards, names):
+            signal |= has_signal(one, groups, trained)
     return sorted(set(groups[signal].tolist()))
+
+
+def _by_component(trainer: RLTrainer, section: FilterGroupsConfig) -> bool:
+    """True where the estimator reads the components one by one, and no single one of them was chosen."""
+    return section.metric in ("reward", "score") and trainer.advantages.takes("components")
+
+
+def _require_metric(metric: str, present: set[str]) -> None:
+    """
+    Raises:
+        GuardError: no row had the component ``metric``.
+    """
+    if metric in ("reward", "score") or metric in present:
+        return
+    raise GuardError(
+        f"no row has the reward component {metric} of algorithm.filter_groups.metric",
+        found=", ".join(sorted(present)),
+        wanted="reward, score, or one of these",
+        next="correct algorithm.filter_groups.metric",
+    )
 
 
 def of_prompts(rollout: ScoredRollout, prompts: Sequence[int]) -> ScoredRollout:

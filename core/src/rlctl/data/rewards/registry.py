@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from rlctl.config.schema_reward import is_user_function
 from rlctl.data.faults import listing, nearest
 from rlctl.data.rewards.base import Reward, RewardContext
 from rlctl.errors import ConfigError, RlctlError
@@ -83,11 +84,6 @@ def build_component(
             next=f"change {place}.args",
         ) from error
     return reward
-
-
-def is_user_function(name: str) -> bool:
-    """True for ``path/to/file.py:function``."""
-    return ".py:" in name or name.endswith(".py")
 
 
 def _load(dist: str, spec: RewardSpec) -> Callable[..., Any]:

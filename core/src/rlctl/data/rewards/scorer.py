@@ -7,16 +7,21 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlctl.config.schema_reward import component_name
 from rlctl.data.columns import Row
 from rlctl.data.faults import excerpt, type_name
 from rlctl.data.procedural import REASONING_GYM
 from rlctl.data.rewards.base import Reward, RewardContext, RewardInput, RewardResult
-from rlctl.data.rewards.registry import build_component, is_user_function
+from rlctl.data.rewards.registry import build_component
 from rlctl.errors import DataError
 
 if TYPE_CHECKING:
     from rlctl.config.schema import RewardConfig
     from rlctl.plugins import PluginSet
+
+
+LARGEST = (2 - 2**-23) * 2.0**127
+"""The largest float32: advantages are in float32, which holds nothing beyond."""
 
 
 class RewardScorer:
@@ -44,7 +49,8 @@ class RewardScorer:
         """One result a completion; ``rows[i]`` is the row that completion ``i`` answers.
 
         Raises:
-            DataError: a row lacks what a reward needs, a user's function fails, or a value is not a finite number.
+            DataError: a row lacks what a reward needs, a user's function fails, or a value is not a finite number that float32
+                holds.
         """
         return [
             self.score_one(RewardInput(row, text, str(reason), count))
@@ -71,6 +77,13 @@ class RewardScorer:
                 f"no reward is for {item.row.source} (row {item.row.index})",
                 found=f"data_source {item.row.data_source!r}",
                 next="add it to the sources of one of reward.components",
+            )
+        if not abs(total) <= LARGEST:
+            raise DataError(
+                f"the weighted sum of reward.components is too large for {item.row.source} (row {item.row.index})",
+                found=f"{total:g} of {', '.join(f'{name} {values[name]:g} x {w:g}' for name, w, _ in self.components if name in values)}",
+                wanted=f"at most {LARGEST:.1e}, the largest float32",
+                next="lower the weight of a component, or bring its values to a common scale",
             )
         return RewardResult(total, values)
 
@@ -106,7 +119,7 @@ def build_reward(config: RewardConfig, plugins: PluginSet | None, base_dir: Path
     try:
         for number, component in enumerate(config.components):
             reward = build_component(component, f"reward.components[{number}]", context, plugins)
-            name = _unique(component.name, [name for name, _, _ in built])
+            name = component_name(component.name, [name for name, _, _ in built])
             built.append((name, component.weight, reward))
             sources[name] = component.sources
     except BaseException:
@@ -143,19 +156,25 @@ class _OwnScorer(Reward):
             close()
 
 
-def _unique(name: str, taken: Sequence[str]) -> str:
-    """A name for metrics: the function of a file, and a number where a name comes again."""
-    base = name.rpartition(":")[2] if is_user_function(name) else name
-    if base not in taken:
-        return base
-    return next(f"{base}_{number}" for number in range(2, len(taken) + 3) if f"{base}_{number}" not in taken)
+def _float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of more than 308 digits
+        return math.inf
 
 
 def _number(value: object, name: str, item: RewardInput) -> float:
     if isinstance(value, (bool, int, float)):
-        number = float(value)
-        if math.isfinite(number):
+        number = _float(value)
+        if abs(number) <= LARGEST:
             return number
+        if math.isfinite(number) or isinstance(value, int):
+            raise DataError(
+                f"the reward {name!r} is too large for {item.row.source} (row {item.row.index})",
+                found=f"{number:g}",
+                wanted=f"at most {LARGEST:.1e}, the largest float32",
+                next="correct the reward: bring its values to the scale of the others",
+            )
     raise DataError(
         f"the reward {name!r} gave no finite number for {item.row.source} (row {item.row.index})",
         found=f"{type_name(value)}: {excerpt(value)}",
