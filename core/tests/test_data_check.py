@@ -11,13 +11,17 @@ from typing import Any
 import pytest
 
 from rlctl.config.load import ResolvedConfig
-from rlctl.config.schema import DataConfig, RunConfig
+from rlctl.config.schema import DataConfig, ModelConfig, RunConfig
 from rlctl.data.check import check_data, check_files
 from rlctl.data.columns import Row
 from rlctl.data.dry_run import dry_run
+from rlctl.data.lengths import fit_rows, model_positions
+from rlctl.data.prompts import PromptEncoder
 from rlctl.data.report import DataReport, describe_lengths
 from rlctl.data.rewards import RewardScorer
 from rlctl.data.rewards.text import FunctionReward
+from rlctl.data.rows import load_rows
+from rlctl.data.tokenizer import load_tokenizer
 from rlctl.errors import DataError
 
 pytest.importorskip("transformers")
@@ -149,11 +153,25 @@ def test_fewer_rows_than_a_batch(model: Path, tmp_path: Path) -> None:
     assert report.faults[0].next.startswith("data.train_batch_size=3")
 
 
-def test_limits_that_the_model_has_no_positions_for(model: Path, tmp_path: Path) -> None:
-    report = run(model, {"train_files": [write(tmp_path / "a.jsonl", *sums(0, 3))], "max_response_length": 60})
+def test_rows_that_the_model_has_no_positions_for(model: Path, tmp_path: Path) -> None:
+    """By the longest prompt that there is, not by the limit of prompts, as a run finds it before it loads a model."""
+    file = write(tmp_path / "a.jsonl", *sums(0, 3))
+    longest = run(model, {"train_files": [file]}).splits["train"].lengths["prompt"].max
+    exact = {"train_files": [file], "max_prompt_length": 60, "max_response_length": 64 - longest}
+    assert run(model, exact).ok
+    report = run(model, {**exact, "max_response_length": 65 - longest})
     assert kinds(report) == ["positions"]
-    assert "= 92, and the model has 64 positions" in report.faults[0].what
-    assert report.faults[0].next.startswith("data.max_response_length=32")
+    assert f"longer than the model's 64 positions ({longest} + {65 - longest} tokens)" in report.faults[0].what
+    assert report.faults[0].next.startswith(f"data.max_response_length={64 - longest}")
+    section = ModelConfig(path=str(model))
+    for response, fits in ((64 - longest, True), (65 - longest, False)):
+        data = DataConfig(train_files=(file,), max_prompt_length=60, max_response_length=response)
+        rows, encoder = load_rows(data, "train"), PromptEncoder(load_tokenizer(section), data)
+        if fits:
+            assert len(fit_rows(rows, encoder, data, positions=model_positions(section))) == len(rows)
+        else:
+            with pytest.raises(DataError, match="longer than the model's 64 positions"):
+                fit_rows(rows, encoder, data, positions=model_positions(section))
 
 
 def test_sft_needs_responses_and_counts_whole_rows(model: Path, tmp_path: Path) -> None:

@@ -504,3 +504,15 @@ def test_a_critic_of_the_configuration_is_planned_with_its_own_sizes() -> None:
         return next(pool.peak.num_bytes for pool in pools if pool.pool == "judge")
 
     assert peak(optim={"name": "sgd"}) < peak(), "its own optimizer has no moments"
+
+
+def test_a_response_that_no_prompt_leaves_room_for_is_refused() -> None:
+    """Whatever the prompts are; a limit of prompts that none reaches is no fault, as for a run."""
+
+    def refused(response: int) -> list[tuple[str, tuple[str, ...]]]:
+        made = plan(config={**LLAMA, "max_position_embeddings": 128}, data={"max_response_length": response})
+        return [(refusal.where, refusal.nearest) for refusal in made.refusals]
+
+    assert refused(127) == []
+    assert refused(128) == [("data.max_response_length", ("data.max_response_length=127, or a shorter prompt limit",))]
+    assert plan(data={"max_response_length": 5000}).refusals == ()

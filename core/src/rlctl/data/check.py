@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING
 from rlctl.data.columns import Row
 from rlctl.data.dry_run import dry_run
 from rlctl.data.faults import Fault, listing, show_path
-from rlctl.data.lengths import Lengths, limit_words, longest, measure, overlong
+from rlctl.data.lengths import (
+    Lengths,
+    beyond_positions,
+    limit_words,
+    longest,
+    measure,
+    model_positions,
+    overlong,
+)
 from rlctl.data.prompts import PromptEncoder
 from rlctl.data.readers import Split, directory_has_split
 from rlctl.data.report import DataReport, SplitReport, describe_lengths
@@ -26,7 +34,7 @@ from rlctl.errors import DataError, RlctlError
 
 if TYPE_CHECKING:
     from rlctl.config.load import ResolvedConfig
-    from rlctl.config.schema import DataConfig, ModelConfig, RunConfig
+    from rlctl.config.schema import DataConfig, RunConfig
     from rlctl.plugins import PluginSet
 
 Progress = Callable[[str, int, int | None], None]
@@ -55,12 +63,12 @@ def check_data(
     _compare(report, splits)
     _check_sizes(report, splits["train"], config)
     sft = config.trainer.type == "sft"
-    encoder = _encoder(report, config, tell)
+    encoder, positions = _encoder(report, config, tell)
     if encoder is not None:
         for split, rows in splits.items():
             # A warm start trains on the training rows' own answers.
             trains = sft or (split == "train" and config.warm_start is not None)
-            _check_tokens(report, split, rows, encoder, config, trains, tell)
+            _check_tokens(report, split, rows, encoder, config, trains, positions, tell)
     if not sft:
         _check_reward(report, splits, resolved, plugins, tell, reward_limit_s)
     report.seconds = time.monotonic() - start
@@ -147,41 +155,17 @@ def _check_sizes(report: DataReport, rows: Sequence[Row], config: RunConfig) -> 
 
 
 # ---- tokens -------------------------------------------------------------------------------------------------------
-def _encoder(report: DataReport, config: RunConfig, tell: Progress) -> PromptEncoder | None:
+def _encoder(report: DataReport, config: RunConfig, tell: Progress) -> tuple[PromptEncoder | None, int | None]:
+    """Also the number of the model's positions, where it is known."""
     tell("loading the tokenizer", 0, None)
     try:
         from rlctl.models import resolve_model_source
 
         model = resolve_model_source(config.model)
-        _check_positions(report, model, config.data)
-        return PromptEncoder(load_tokenizer(model), config.data)
+        return PromptEncoder(load_tokenizer(model), config.data), model_positions(model)
     except RlctlError as error:
         report.faults.append(_from_error("tokenizer", "model", error))
-        return None
-
-
-def _check_positions(report: DataReport, model: ModelConfig, data: DataConfig) -> None:
-    """The longest row that the limits allow must fit the model's positions, where its config says how many it has."""
-    positions = _positions(model)
-    needed = data.max_prompt_length + data.max_response_length
-    if positions is not None and needed > positions:
-        what = f"data.max_prompt_length + data.max_response_length = {needed}, and the model has {positions} positions"
-        hint = f"data.max_response_length={max(1, positions - data.max_prompt_length)}, or a shorter prompt limit"
-        report.faults.append(Fault("positions", "data", what, hint))
-
-
-def _positions(model: ModelConfig) -> int | None:
-    values = model.config
-    if values is None and model.path is not None:
-        try:
-            values = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None  # a hub id; or a broken file, which the engine names when it builds the model
-    if not isinstance(values, dict):
-        return None
-    inner = values.get("text_config")
-    found = values.get("max_position_embeddings") or (inner or {}).get("max_position_embeddings")
-    return found if isinstance(found, int) and found > 0 else None
+        return None, None
 
 
 def _check_tokens(
@@ -191,6 +175,7 @@ def _check_tokens(
     encoder: PromptEncoder,
     config: RunConfig,
     trains: bool,
+    positions: int | None,
     tell: Progress,
 ) -> None:
     phase, sft = f"tokenising {split}", config.trainer.type == "sft"
@@ -200,6 +185,9 @@ def _check_tokens(
     _add_lengths(report, split, "response", lengths.response, "tokens")
     for whole in (False, True) if trains and not sft else (sft,):
         _check_overlong(report, split, overlong(lengths, config.data, sft=whole), lengths, config.data, whole)
+        beyond = beyond_positions(lengths, config.data, positions, sft=whole)
+        if beyond is not None:
+            report.faults.append(Fault("positions", split, f"{beyond.what} ({beyond.found})", beyond.next))
     if not sft:
         _check_answers(report, split, rows, encoder, config.data)
     if lengths.unknown:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rlctl.data.columns import Row
 from rlctl.data.faults import Fault, listing
@@ -12,7 +14,7 @@ from rlctl.data.prompts import PromptEncoder
 from rlctl.errors import DataError
 
 if TYPE_CHECKING:
-    from rlctl.config.schema import DataConfig
+    from rlctl.config.schema import DataConfig, ModelConfig
 
 CHUNK = 512
 
@@ -64,11 +66,17 @@ def overlong(lengths: Lengths, data: DataConfig, *, sft: bool) -> list[int]:
     return [place for place, (prompt, response) in enumerate(both) if prompt + response > limit]
 
 
-def fit_rows(rows: Sequence[Row], encoder: PromptEncoder, data: DataConfig, *, sft: bool = False) -> list[Row]:
+def fit_rows(
+    rows: Sequence[Row], encoder: PromptEncoder, data: DataConfig, *, sft: bool = False, positions: int | None = None
+) -> list[Row]:
     """The rows that fit the limits, all of them under ``data.overlong_prompts`` error.
 
+    Args:
+        positions: how many the model has, where that is known.
+
     Raises:
-        DataError: a row cannot be encoded; rows are too long (their indices are named); or filtering leaves none.
+        DataError: a row cannot be encoded; rows are too long (their indices are named); filtering leaves none; or what is
+            left goes beyond the model's positions.
     """
     lengths = measure(rows, encoder, sft=sft)
     if lengths.faults:
@@ -87,7 +95,72 @@ def fit_rows(rows: Sequence[Row], encoder: PromptEncoder, data: DataConfig, *, s
     kept = [row for place, row in enumerate(lengths.rows) if place not in left_out]
     if rows and not kept:
         raise DataError("every row is too long", wanted=limit_words(data, sft), next="raise the limit")
+    beyond = beyond_positions(lengths, data, positions, sft=sft)
+    if beyond is not None:
+        raise DataError(beyond.what, found=beyond.found, wanted=f"at most {positions}", next=beyond.next)
     return kept
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """Rows that are longer than the model has positions: what they come to, and what makes them fit."""
+
+    what: str
+    found: str
+    next: str
+
+
+def beyond_positions(lengths: Lengths, data: DataConfig, positions: int | None, *, sft: bool) -> Beyond | None:
+    """The longest row that fits the limits against the model's positions; None where it fits, or their number is not known.
+
+    A row of SFT is its own tokens; one of RL may get ``data.max_response_length`` after its prompt.
+    """
+    left_out = set(overlong(lengths, data, sft=sft))
+    kept = [place for place in range(len(lengths.rows)) if place not in left_out]
+    if positions is None or not kept:
+        return None
+    tokens = longest(lengths, kept, sft)
+    return _beyond(tokens, 0 if sft else data.max_response_length, positions)
+
+
+def surely_beyond(data: DataConfig, positions: int | None) -> Beyond | None:
+    """As :func:`beyond_positions` for RL, of what holds whatever the prompts are: each has a token."""
+    return None if positions is None else _beyond(1, data.max_response_length, positions)
+
+
+def _beyond(tokens: int, response: int, positions: int) -> Beyond | None:
+    if tokens + response <= positions:
+        return None
+    if not response:
+        what, found = f"rows are longer than the model's {positions} positions", f"{tokens} tokens"
+        return Beyond(what, found, "a lower data.max_prompt_length with data.overlong_prompts=filter")
+    what = f"prompts with data.max_response_length={response} tokens after them are longer than the model's {positions} positions"
+    least = f"{tokens} + {response} tokens"
+    if tokens >= positions:
+        return Beyond(what, least, f"data.max_prompt_length={positions // 2} with data.overlong_prompts=filter")
+    return Beyond(what, least, f"data.max_response_length={positions - tokens}, or a shorter prompt limit")
+
+
+def model_positions(model: ModelConfig) -> int | None:
+    """How many positions a model has, by ``model.config`` or its config.json; None where neither says so."""
+    values: Any = model.config
+    if values is None and model.path is not None:
+        try:
+            values = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None  # a hub id; or a broken file, which the engine names when it builds the model
+    return positions_in(values)
+
+
+def positions_in(values: Any) -> int | None:
+    """The positions that a Hugging Face config states."""
+    if not isinstance(values, Mapping):
+        return None
+    inner = values.get("text_config")
+    found = values.get("max_position_embeddings") or (inner if isinstance(inner, Mapping) else {}).get(
+        "max_position_embeddings"
+    )
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def limit_words(data: DataConfig, sft: bool) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from rlctl.config.problems import Problem
 from rlctl.config.schema import ParallelConfig, RunConfig
 from rlctl.constraints import ModelFacts
+from rlctl.data.lengths import positions_in, surely_beyond
 from rlctl.data.readers import count_rows, split_files
 from rlctl.errors import DataError
 from rlctl.evidence import EvidenceBook
@@ -60,6 +61,9 @@ def make_plan(request: Request, plugins: PluginSet, book: EvidenceBook) -> Plan:
     size, why = model_size(source)
     facts = ModelFacts() if source.config is None else ModelFacts.from_config(source.config)
     layouts, refusals = _layouts(request, plugins, facts)
+    beyond = None if source.config is None else surely_beyond(config.data, positions_in(source.config))
+    if config.trainer.type == "rl" and beyond is not None:
+        refusals.append(Refusal("data.max_response_length", f"{beyond.what} (at least {beyond.found})", (beyond.next,)))
     actor = next((lay for lay in layouts if lay.role == "actor"), None)
     topology = None if actor is None else actor.topology
     dp_size = 1 if topology is None else topology.dp_size

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rlctl.algorithms.lookup import Algorithm
 from rlctl.config.schema import ModelConfig
 from rlctl.config.schema_critic import warmup_fault
-from rlctl.data.lengths import fit_rows
+from rlctl.data.lengths import fit_rows, model_positions
 from rlctl.data.prompts import PromptEncoder
 from rlctl.data.rewards import build_reward
 from rlctl.data.rewards.sources import require_sources
@@ -96,8 +96,9 @@ def prepare(context: setup.Context) -> Prepared:
         teachers.require_teachers([*train_rows, *val_rows], config, list(teacher_models))
     sft = config.trainer.type == "sft"
     with reporter.phase("encoding rows", None):
-        train_rows = fit_rows(train_rows, encoder, config.data, sft=sft)
-        val_rows = fit_rows(val_rows, encoder, config.data, sft=sft)
+        positions = model_positions(model)
+        train_rows = fit_rows(train_rows, encoder, config.data, sft=sft, positions=positions)
+        val_rows = fit_rows(val_rows, encoder, config.data, sft=sft, positions=positions)
     drawn = None if sft else config.data.gen_batch_size
     sampler = BatchSampler(
         len(train_rows),
