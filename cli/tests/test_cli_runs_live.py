@@ -7,13 +7,16 @@ import os
 import pty
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from rlctl.tracking.reporter import NullReporter, PlainReporter
+from rlctl.trainers.run import RunResult
 from rlctl_cli.live import RichReporter, make_reporter
 from rlctl_cli.sparkline import sparkline
+from rlctl_cli.summary import print_summary
 
 METRICS = {
     "critic/score/mean": 0.5,
@@ -125,3 +128,13 @@ def test_sparkline() -> None:
     assert sparkline([0, float("nan"), 7], 3) == "▁ █"
     assert sparkline([float("inf")], 3) == " "
     assert sparkline([], 3) == ""
+
+
+def test_the_last_lines_say_how_to_read_what_the_critic_explains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "critic/vf_explained_var: 0 is as good as a constant"
+    print_summary(RunResult(tmp_path, 1, history=[{"critic/vf_explained_var": -0.4}]))
+    assert words in capsys.readouterr().out
+    print_summary(RunResult(tmp_path, 1, history=[{"critic/score/mean": 0.5}]))
+    assert words not in capsys.readouterr().out

@@ -80,3 +80,9 @@ def test_numbers_and_durations_for_people() -> None:
 def test_an_sft_step_shows_its_losses() -> None:
     text = headline_text({"train/loss": 1.25, "val/loss": 1.5, "train/grad_norm": 0.5, "other": 1.0})
     assert text == "loss 1.2500  val loss 1.5000  grad norm 0.5000"
+
+
+def test_a_step_shows_what_the_critic_explains_and_how_much_was_sampled() -> None:
+    metrics = {"critic/vf_explained_var": -0.0214, "train/num_gen_batches": 3.0}
+    assert headline_text(metrics) == "explained -0.021  3 gen batches"
+    assert headline_text({**metrics, "critic/vf_explained_var": float("nan")}) == "3 gen batches"

@@ -27,9 +27,10 @@ from rlctl.generation import Completion, FinishReason
 from rlctl.records import AlgorithmKind
 from rlctl.trainers import sampling
 from rlctl.trainers.advantages import AdvantageStage
+from rlctl.trainers.entropy import EntropyStage
 from rlctl.trainers.evaluation import ScoredRollout
 from rlctl.trainers.rewards import RewardStage
-from rlctl.trainers.rl import StepTimer, _component_means
+from rlctl.trainers.rl import RLTrainer, StepTimer, _component_means
 from rlctl.trainers.sampling import prompts_with_signal
 
 BASE = {"model": {"path": "m"}, "data": {"task": {"name": "sum"}, "max_response_length": 10}}
@@ -144,6 +145,18 @@ def test_a_resumed_control_says_whose_coefficient_goes_on() -> None:
     assert "kl_coef was 0.1 and is 0.3" in note
     assert f"the checkpoint's {one.coef:g}" in note
     assert other.coef == one.coef
+    said: list[str] = []
+    trainer: Any = SimpleNamespace(
+        sampler=SimpleNamespace(load_state_dict=lambda state: None),
+        rollout=SimpleNamespace(version=0),
+        actor=SimpleNamespace(budget=SimpleNamespace(in_a_row=0)),
+        critic=None,
+        rewards=made(0.3),
+        entropy=EntropyStage(config().actor),
+        context=SimpleNamespace(reporter=SimpleNamespace(message=said.append)),
+    )
+    RLTrainer.load_state_dict(trainer, {"sampler": {}, "rollout_version": 1, "rewards": state})
+    assert said == [note]
 
 
 def test_rewards_that_float32_cannot_hold_are_refused_by_setting_and_row() -> None:

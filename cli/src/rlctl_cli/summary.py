@@ -17,7 +17,7 @@ SHOWN = (
     ("distillation/loss", "distillation loss"),
     ("response_length/mean", "response length"),
     ("actor/entropy", "entropy"),
-    ("critic/vf_explained_var", "explained by the critic, 0: as good as a constant"),
+    ("critic/vf_explained_var", "explained by the critic"),
     ("timing_s/step", "seconds a step"),
 )
 
@@ -70,4 +70,6 @@ def print_summary(result: RunResult) -> None:
         label = {"val/score/mean": "held-out score, greedy", "val/loss": "held-out loss"}[data["validation"]["metric"]]
         table.add_row(f"{label} (before, after)", f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}")
     console().print(table)
+    if data["metrics"].get("critic/vf_explained_var", {}).get("last_tenth") is not None:
+        click.echo("critic/vf_explained_var: 0 is as good as a constant, 1 all of the returns")
     click.echo(f"\nrun     {data['run']}\nmodel   {data['export']}\nreport  rlctl report {shlex.quote(data['run'])}")

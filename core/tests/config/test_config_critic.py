@@ -70,7 +70,7 @@ def test_other_estimators_and_sft_make_none(plugins: PluginSet, run_file: Write)
         (
             ["critic.warmup_steps=8", "trainer.total_training_steps=8"],
             "critic.warmup_steps",
-            "critic.warmup_steps is 8, and trainer.total_training_steps are 8: the actor would never be trained",
+            "critic.warmup_steps is 8, and the run has 8 steps (trainer.total_training_steps): the actor would never be trained",
         ),
         (["critic.ppo_mini_batch_size=5"], "data.train_batch_size", "not a multiple of critic.ppo_mini_batch_size 5"),
         (

@@ -59,8 +59,8 @@ def _kl(config: RunConfig) -> Iterator[str]:
     elif (rows := config.data.train_batch_size * config.rollout.n) >= ROWS_MAX * control.horizon:
         yield (
             f"algorithm.kl_ctrl.horizon is {control.horizon}, and a batch has {rows} rows (data.train_batch_size x rollout.n), "
-            f"{ROWS_MAX} times as many or more: one batch would take the whole coefficient away; raise the horizon (10 times the "
-            "rows move it by 2% a batch)"
+            f"{ROWS_MAX} times as many or more: one batch would take the whole coefficient away; raise the horizon (at "
+            "10 times the rows a batch moves it by 2% at most)"
         )
 
 

@@ -83,7 +83,7 @@ def warmup_fault(config: RunConfig, total_steps: int) -> str | None:
     alone = config.critic.warmup_steps if config.critic else 0
     if alone < total_steps:
         return None
-    given = "trainer.total_training_steps"
-    if config.trainer.total_training_steps is None:
-        given = f"the steps of the run (trainer.total_epochs {config.trainer.total_epochs})"
-    return f"critic.warmup_steps is {alone}, and {given} are {total_steps}: the actor would never be trained; set fewer"
+    trainer = config.trainer
+    epochs = trainer.total_training_steps is None
+    given = f"trainer.total_epochs {trainer.total_epochs}" if epochs else "trainer.total_training_steps"
+    return f"critic.warmup_steps is {alone}, and the run has {total_steps} steps ({given}): the actor would never be trained"

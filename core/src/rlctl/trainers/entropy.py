@@ -92,9 +92,11 @@ class EntropyStage:
                 f"{said}: the weight of the entropy starts again from actor.entropy_coeff {self.config.entropy_coeff:g}"
             ]
         self.coef = min(coef, control.max_coeff)
-        notes = [
-            f"the weight of the entropy was {coef:g} and is now actor.entropy_ctrl.max_coeff {control.max_coeff:g}"
-        ] * (self.coef != coef)
+        notes: list[str] = []
+        if self.coef != coef:
+            notes.append(
+                f"the weight of the entropy was {coef:g} and is now actor.entropy_ctrl.max_coeff {self.coef:g}"
+            )
         if state.get("start", self.config.entropy_coeff) != self.config.entropy_coeff:
             notes.append(
                 f"actor.entropy_coeff was {state['start']:g} and is {self.config.entropy_coeff:g}, where the control starts: the "

@@ -133,7 +133,8 @@ def _by_component(trainer: RLTrainer, section: FilterGroupsConfig) -> bool:
 
 
 def _require_metric(metric: str, present: set[str]) -> None:
-    """
+    """Tell a metric that nothing has from one in which nothing differs.
+
     Raises:
         GuardError: no row had the component ``metric``.
     """
