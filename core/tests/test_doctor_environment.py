@@ -195,3 +195,13 @@ def test_exit_codes(status, plain, strict):
         DoctorReport((), (CheckResult("c", status),)),
     ):
         assert (report.exit_code(), report.exit_code(strict=True)) == (plain, strict)
+
+
+def test_a_device_that_nobody_knows_is_no_good_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLCTL_DEVICE", "banana")
+    for runtime in (None, facts(devices={})):
+        check = environment.check_device(runtime)
+        assert check.status == "warn"
+        assert "RLCTL_DEVICE=banana" in check.found
+        assert check.wanted == "one of cpu, cuda, npu"
+        assert check.next == "unset RLCTL_DEVICE"

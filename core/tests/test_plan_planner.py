@@ -235,6 +235,28 @@ def test_an_installed_backend_that_is_not_usable_is_out_with_its_reason() -> Non
     assert found["fsdp2"].install == "rlctl doctor fsdp2"
 
 
+def test_of_two_dists_the_one_of_the_device_speaks_and_what_has_no_plugin_stands_below() -> None:
+    entries = [e for e in catalogue.entries() if e.spec.name == "megatron"]
+    assert len(entries) == 2
+    plugins = PluginSet(
+        [
+            PluginEntry(
+                str(e.dist), str(e.dist), "1.0", "t", Stage.COMPATIBLE, CheckStatus.OK,
+                backends=(replace(e.spec, requirements=("no-such-package>=1",)),),
+            )
+            for e in entries
+        ]
+    )  # fmt: skip
+    found = rank_backends(Needs(BackendKind.TRAIN, 2, {"tp": 2}, "npu", "huawei"), plugins, EvidenceBook())
+    names = [choice.name for choice in found]
+    megatron = found[names.index("megatron")]
+    assert (megatron.dist, megatron.state, megatron.fits) == ("rlctl-plugin-mindspeed", "broken", False)
+    assert "no-such-package" in megatron.reasons[0]
+    without = [names.index(c.name) for c in found if c.fits and c.state == "not_built"]
+    assert without
+    assert names.index("megatron") < min(without)
+
+
 def test_evidence_moves_an_installed_backend_up_and_stale_evidence_does_not() -> None:
     needs = Needs(BackendKind.TRAIN, 2, {}, "cpu", None, model_family="llama")
     record = EvidenceRecord(

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlctl import remedy
+from rlctl import catalogue, remedy
 from rlctl.causes import AT, Cause
 from rlctl.device import DEVICE_VARIABLE, VENDOR_VARIABLE, device_name
 from rlctl.discovery import FIRST_PARTY_DISTS
@@ -158,6 +158,10 @@ def check_device(runtime: Outcome | None) -> CheckResult:
     """The device that a run would take, and whether the machine has one that torch does not see."""
     forced = [f"{v}={os.environ[v]}" for v in (DEVICE_VARIABLE, VENDOR_VARIABLE) if os.environ.get(v)]
     note = f" ({', '.join(forced)} overrides it)" if forced else ""
+    known = sorted({device for entry in catalogue.entries() for device, _ in entry.spec.devices})
+    if (named := os.environ.get(DEVICE_VARIABLE)) and named not in known:
+        found = f"{DEVICE_VARIABLE}={named}, on which no backend that is known runs"
+        return CheckResult("device", WARN, found, f"one of {', '.join(known)}", f"unset {DEVICE_VARIABLE}")
     files = {"cuda": list(Path("/dev").glob("nvidia[0-9]*")), "npu": list(Path("/dev").glob("davinci[0-9]*"))}
     present = [f"{len(f)} {kind} device files" for kind, f in files.items() if f]
     if runtime is None or runtime.result is None or "error" in runtime.result:

@@ -15,9 +15,10 @@ from rlctl.records import Axis, BackendKind, BackendSpec, EvidenceLevel, ModelTy
 from rlctl.registry import CUDA_LIKE, place
 
 _USABLE = (Support.SUPPORTED, Support.CONDITIONAL)
+_ELSEWHERE = "does not run on "
 _OWNER = {"sp": "tp", "vpp": "pp"}
 """Axes that belong to another one: where that is refused, nothing more need be said of them."""
-_TIERS = {"installed": 0, "released": 1, "planned": 2, "not_built": 3, "broken": 4}
+_TIERS = {"installed": 0, "released": 1, "planned": 2, "broken": 3, "not_built": 4}
 
 
 @dataclass(frozen=True)
@@ -65,23 +66,37 @@ class Choice:
 
 
 def rank_backends(needs: Needs, plugins: PluginSet, book: EvidenceBook) -> list[Choice]:
-    """Every backend of the kind: those that fit by state and evidence, then the others in the catalogue's order."""
+    """Every backend of the kind: those that fit by state and evidence, then the others in the catalogue's order.
+
+    One that fits and is installed, but not usable here, stands among those that fit, before any without a plugin.
+    """
     known = [(spec, dist, state) for spec, dist, state in known_backends(plugins) if spec.kind is needs.kind]
     specs = [spec for spec, _, _ in known]
     merged: dict[tuple[str, str], list[tuple[int, int, Choice]]] = {}
     for spec, dist, state in known:
         choice, level = _judge(spec, dist, state, needs, specs, plugins, book)
         merged.setdefault((spec.name, spec.summary if choice.fits else ""), []).append((_TIERS[state], -level, choice))
-    # Two dists may answer one name on different devices: the one that fits speaks for it, or the first.
+    # Two dists may answer one name on different devices: the one that fits speaks for it, then the one of this device.
     best: dict[str, tuple[int, int, Choice]] = {}
     for found in merged.values():
         for entry in found:
             old = best.get(entry[2].name)
-            if old is None or (entry[2].fits and not old[2].fits):
+            if old is None or _speaks(entry[2]) > _speaks(old[2]):
                 best[entry[2].name] = entry
     order = list(best.values())
-    fitting = sorted((e for e in order if e[2].fits), key=lambda e: e[:2])
-    return [choice for _, _, choice in (*fitting, *(e for e in order if not e[2].fits))]
+    fitting = sorted((e for e in order if _would_fit(e[2])), key=lambda e: e[:2])
+    return [choice for _, _, choice in (*fitting, *(e for e in order if not _would_fit(e[2])))]
+
+
+def _would_fit(choice: Choice) -> bool:
+    """It fits, or would once it is mended."""
+    return choice.fits or (choice.state == "broken" and len(choice.reasons) == 1)
+
+
+def _speaks(choice: Choice) -> int:
+    if choice.fits:
+        return 2
+    return 0 if any(reason.startswith(_ELSEWHERE) for reason in choice.reasons) else 1
 
 
 def _judge(
@@ -130,7 +145,7 @@ def _reasons(spec: BackendSpec, needs: Needs, specs: Sequence[BackendSpec]) -> l
     where = place(needs.device, needs.vendor)
     if not any(d == needs.device and (v in (None, needs.vendor) or d in CUDA_LIKE) for d, v in spec.devices):
         answers = ", ".join(dict.fromkeys(place(*d) for d in spec.devices))
-        return [f"does not run on {where}: it runs on {answers}"]
+        return [f"{_ELSEWHERE}{where}: it runs on {answers}"]
     out: list[str] = []
     for head in needs.heads:
         if head not in spec.model_types:
