@@ -55,12 +55,17 @@ def facts_of(config: object, path: object) -> ModelFacts:
     Empty for a hub id, or a file that cannot be read: whoever loads the model complains of it in better words.
     """
     if not isinstance(config, Mapping) and isinstance(path, str):
-        try:
-            with (Path(path) / "config.json").open("rb") as stream:
-                config = json.loads(stream.read(_MAX_CONFIG_BYTES))
-        except (OSError, ValueError, RecursionError):
-            return ModelFacts()
+        config = local_config(path)
     return ModelFacts.from_config(config) if isinstance(config, Mapping) else ModelFacts()
+
+
+def local_config(path: str) -> object:
+    """The ``config.json`` of a local directory; None where it cannot be read."""
+    try:
+        with (Path(path) / "config.json").open("rb") as stream:
+            return json.loads(stream.read(_MAX_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int | None:

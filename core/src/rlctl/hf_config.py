@@ -12,13 +12,16 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from rlctl.errors import ConfigError, EngineError
+from rlctl.models import require_language_model
+from rlctl.records import ModelType
 
 
 def load_config(model: Mapping[str, Any]) -> PretrainedConfig:
     """The Hugging Face config of a ``model`` section (``path`` or ``config``).
 
     Raises:
-        ConfigError: an unknown model_type or a key that the config class does not have.
+        ConfigError: an unknown model_type, a key that the config class does not have, or another head than a language model's
+            where one is asked for (``model_type``).
         EngineError: no config at ``path``.
     """
     if model.get("config") is not None:
@@ -26,11 +29,14 @@ def load_config(model: Mapping[str, Any]) -> PretrainedConfig:
     path = model.get("path")
     assert path, "the model section has a path or a config"
     try:
-        return AutoConfig.from_pretrained(
+        found = AutoConfig.from_pretrained(
             path, revision=model.get("revision"), trust_remote_code=bool(model.get("trust_remote_code"))
         )
     except (OSError, ValueError, KeyError) as error:
         raise load_error(path, error) from error
+    if model.get("model_type", ModelType.LANGUAGE_MODEL) == ModelType.LANGUAGE_MODEL:
+        require_language_model(found.architectures, path)
+    return found
 
 
 def _config_from_mapping(values: dict[str, Any]) -> PretrainedConfig:

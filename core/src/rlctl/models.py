@@ -21,6 +21,9 @@ from rlctl.userdirs import user_cache_dir
 Notice = Callable[[str], None]
 
 
+_OTHER_HEADS = ("ForTokenClassification", "ForSequenceClassification", "ForQuestionAnswering", "ForMaskedLM")
+
+
 def resolve_model_source(model: ModelConfig, notice: Notice | None = None) -> ModelConfig:
     """``model`` with ``path`` and ``tokenizer`` as directories or hub ids; the same object where they already are.
 
@@ -38,6 +41,27 @@ def resolve_model_source(model: ModelConfig, notice: Notice | None = None) -> Mo
             dtype = "float32" if model.dtype == "float32" else "bfloat16"
             changed[key] = str(_converted(file, dtype, notice))
     return model.model_copy(update=changed) if changed else model
+
+
+def require_language_model(architectures: object, path: object) -> None:
+    """Refuse a model whose head is another one than a language model's. Its own head would be left out in silence, and a tied
+    embedding or random numbers take the place.
+
+    Args:
+        architectures: as a config.json has them; one without says nothing.
+        path: of the model, for the message.
+
+    Raises:
+        ConfigError: none of them is a language model.
+    """
+    names = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
+    if names and all(name.endswith(_OTHER_HEADS) for name in names):
+        raise ConfigError(
+            "a language model is wanted here, and this is one with another head",
+            found=f"{path}: {', '.join(names)}",
+            wanted="for example a ...ForCausalLM",
+            next="take the language model that it was made from; a value model belongs to critic.model",
+        )
 
 
 def converted_directory(source: str, setting: str, dtype: str) -> Path | None:

@@ -113,6 +113,11 @@ def test_a_checkpoint_without_moments_or_of_another_model_is_refused(tmp_path) -
         engine.load_state(tmp_path / "no-rng")
     with pytest.raises(CheckpointError, match="does not hold all"):
         build_engine(model_section("qwen2")).load_state(tmp_path / "good")
+    wider = model_section("llama")
+    wider["config"] = {**wider["config"], "intermediate_size": 2 * wider["config"]["intermediate_size"]}
+    with pytest.raises(CheckpointError, match="a model with other sizes") as sizes:
+        build_engine(wider).load_state(tmp_path / "good")
+    assert "mlp" in str(sizes.value)
 
 
 def test_random_weights_depend_on_the_seed_alone() -> None:

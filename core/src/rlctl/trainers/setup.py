@@ -14,12 +14,12 @@ from rlctl.config.algorithm_faults import algorithm_words
 from rlctl.config.homes import Home, home, require_imports
 from rlctl.config.load import ResolvedConfig
 from rlctl.config.schema import ModelConfig, OptimConfig, RunConfig, TrainRole
-from rlctl.constraints import facts_of
+from rlctl.constraints import facts_of, local_config
 from rlctl.device import Device, detect_device
 from rlctl.errors import CapabilityError
 from rlctl.interpreters.program import short
 from rlctl.microbatch import MicroBatchPlan
-from rlctl.models import resolve_model_source
+from rlctl.models import require_language_model, resolve_model_source
 from rlctl.plugins import PluginSet
 from rlctl.records import Axis, BackendKind, ModelType
 from rlctl.runtime.carriage import Transfer
@@ -150,6 +150,9 @@ def _spec(
 ) -> BuildSpec:
     device = context.device
     record = home.resolve_backend(backend, kind, head, device, notice=context.reporter.message)
+    found = local_config(model.path) if model.path is not None and head is ModelType.LANGUAGE_MODEL else None
+    if isinstance(found, dict):
+        require_language_model(found.get("architectures"), model.path)
     facts = facts_of(model.config, model.path)
     for note in require_topology(record, axes, device.type, device.vendor, head, facts):
         context.reporter.message(f"{name}: {note}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,18 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from rlctl import device as devices
 from rlctl.errors import CheckpointError
 from rlctl.parts.job import Root
+from rlctl.parts.state import check_present
 from rlctl_fsdp.export import persistent_tensors
 from rlctl_fsdp.optim import Stepper
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+_WHOLE = f"weights, and {', '.join(_MOMENTS)} of every trained weight"
 _NUMBERS = "engine.json"
 
 
@@ -69,7 +70,7 @@ def load_state(path: Path, root: Root, stepper: Stepper, rank: int, world_size: 
     moments = _empty_moments(stepper) if numbers["has_moments"] else {}
     for name, state in moments.items():
         targets |= {f"optim.{name}.{moment}": value for moment, value in state.items()}
-    _check_present(path, targets)
+    check_present(path, targets, _WHOLE)
     with _alone_in_silence():
         load(targets, checkpoint_id=path, no_dist=world_size == 1)
     stepper.optimizer.state.clear()
@@ -115,21 +116,6 @@ def _empty_moments(stepper: Stepper) -> dict[str, dict[str, torch.Tensor]]:
 def _step_device(stepper: Stepper, parameter: nn.Parameter) -> torch.device:
     # The fused kernel keeps step counts with the weights, the plain one on the CPU.
     return parameter.device if stepper.optimizer.defaults.get("fused") else torch.device("cpu")
-
-
-def _check_present(path: Path, targets: Mapping[str, Any]) -> None:
-    try:
-        stored = set(FileSystemReader(path).read_metadata().state_dict_metadata)
-    except (OSError, ValueError) as error:
-        raise CheckpointError("the checkpoint's index cannot be read", found=f"{path}: {error}") from error
-    missing = sorted(set(targets) - stored)
-    if missing:
-        raise CheckpointError(
-            "the checkpoint does not hold all of this model's state",
-            found=f"{len(missing)} missing, first {missing[0]}",
-            wanted=f"weights, and {', '.join(_MOMENTS)} of every trained weight",
-            next="resume with the model and backend that wrote it",
-        )
 
 
 def _random_state(device: torch.device) -> dict[str, torch.Tensor]:

@@ -20,7 +20,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -28,11 +27,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from rlctl import device as devices
 from rlctl.errors import CheckpointError
 from rlctl.parts.agreement import agreed
+from rlctl.parts.state import check_present, in_one_line
 from rlctl_veomni.families import is_fused
 from rlctl_veomni.mesh import Place
 from rlctl_veomni.optim import Stepper
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+_WHOLE = f"weights, and {', '.join(_MOMENTS)} of every trained weight"
 _NUMBERS = "engine.json"
 _KEYS = {"num_steps", "world_size", "has_moments", "optimizer"}
 
@@ -76,14 +77,14 @@ def load_state(path: Path, model: nn.Module, stepper: Stepper, place: Place) -> 
         moments = _empty_moments(stepper) if numbers["has_moments"] else {}
         for name, state in moments.items():
             targets |= {f"optim.{name}.{moment}": _described(name, value, place) for moment, value in state.items()}
-        _check_present(path, targets)
+        check_present(path, targets, _WHOLE)
     try:
         load(targets, checkpoint_id=path)
     except (Exception, CheckpointException) as error:
         # Readers of damaged files raise whatever they stumble over, and what torch gathers from all ranks is no Exception.
         raise CheckpointError(
             "the checkpoint cannot be read",
-            found=f"{path}: {_in_one_line(error)}",
+            found=f"{path}: {in_one_line(error)}",
             wanted="weights and moments as this model has them",
             next="resume with the model and backend that wrote it, or from an earlier checkpoint",
         ) from error
@@ -180,40 +181,6 @@ def _check_fit(numbers: Mapping[str, Any], stepper: Stepper, place: Place) -> No
             wanted=f"{place.topology.world_size} ranks",
             next=f"resume with --nproc {numbers['world_size']}",
         )
-
-
-def _check_present(path: Path, targets: Mapping[str, Any]) -> None:
-    try:
-        stored = FileSystemReader(path).read_metadata().state_dict_metadata
-    except Exception as error:  # a damaged index fails in whatever way its bytes lead to
-        raise CheckpointError(
-            "the checkpoint's index cannot be read",
-            found=f"{path}: {_in_one_line(error)}",
-            next="resume from an earlier checkpoint",
-        ) from error
-    missing = sorted(set(targets) - set(stored))
-    if missing:
-        raise CheckpointError(
-            "the checkpoint does not hold all of this model's state",
-            found=f"{len(missing)} missing, first {missing[0]}",
-            wanted=f"weights, and {', '.join(_MOMENTS)} of every trained weight",
-            next="resume with the model and backend that wrote it",
-        )
-    for name, target in targets.items():
-        size = getattr(stored[name], "size", None)
-        if size is not None and tuple(size) != tuple(target.shape):
-            raise CheckpointError(
-                "the checkpoint is of a model with other sizes",
-                found=f"{name} {list(size)}",
-                wanted=f"{list(target.shape)}",
-                next="resume with the model and backend that wrote it",
-            )
-
-
-def _in_one_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[-1] if lines else type(error).__name__
-    return text if len(text) <= 200 else text[:200] + " ..."
 
 
 def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
