@@ -76,7 +76,9 @@ def test_every_line_of_the_batch_is_documented() -> None:
     documented = set(re.findall(r"`([a-z_]+)`", text))
     warm = {"steps": 1}
     keys: set[str] = set()
-    for more in ({}, {"warm_start": warm}, {"trainer": {"type": "sft"}}, {"actor": {"micro_batch_size_per_device": 4}}):
+    critic = {"algorithm": {"adv_estimator": "gae"}}
+    rows = {"actor": {"micro_batch_size_per_device": 4}}
+    for more in ({}, {"warm_start": warm}, {"trainer": {"type": "sft"}}, rows, critic):
         keys |= {line["key"] for line in planned(**more)["batch"]}
     assert documented == keys
 

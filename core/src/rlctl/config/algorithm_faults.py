@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from rlctl.algorithms.table import ADVANTAGES, POLICY_LOSSES
-from rlctl.config.schema_correction import correction_faults
 from rlctl.records import AlgorithmSpec
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def algorithm_faults(config: RunConfig) -> list[str]:
         faults.append(
             f"geo_mean has one advantage a row, and those of {advantage.name} differ from token to token: take gspo or vanilla"
         )
-    return [*faults, *_with_teacher(config, advantage, loss), *correction_faults(config)]
+    return [*faults, *_with_teacher(config, advantage, loss)]
 
 
 def _with_teacher(config: RunConfig, advantage: AlgorithmSpec | None, loss: AlgorithmSpec | None) -> Iterator[str]:

@@ -14,6 +14,7 @@ from rlctl.config.entropy_faults import entropy_faults
 from rlctl.config.reward_faults import reward_faults
 from rlctl.config.schema_algorithm import AlgorithmConfig
 from rlctl.config.schema_algorithm import PolicyLossConfig as PolicyLossConfig
+from rlctl.config.schema_correction import correction_faults
 from rlctl.config.schema_critic import CriticConfig, critic_faults
 from rlctl.config.schema_data import ColumnsConfig as ColumnsConfig
 from rlctl.config.schema_data import DataConfig as DataConfig
@@ -61,6 +62,8 @@ class RunConfig(Strict):
     def _batch_arithmetic(self) -> RunConfig:
         # All of them, one a line: the reader mends them together.
         faults = distillation_faults(self) + algorithm_faults(self) + critic_faults(self)
+        if self.trainer.type == "rl":  # in SFT the section itself is refused
+            faults += correction_faults(self)
         faults += reward_faults(self) + entropy_faults(self) + sft_faults(self)
         rl = self.trainer.type == "rl"
         mini = self.actor.ppo_mini_batch_size

@@ -74,10 +74,11 @@ class _Doctor:
         known = {name for row in rows for name in (row.name, row.plugin, row.dist, *row.aliases)}
         known |= {e.dist for e in entries} | {e.name for e in entries}
         missing = self._not_installed(known)
+        everything = rows
         if self.names:
             rows = [r for r in rows if any(r.answers(n) for n in self.names)]
         rows, runtime = self._register(rows, entries)
-        checks = self._checks(rows, runtime, entries)
+        checks = self._checks(rows, everything, runtime, entries)
         shown = [e for e in entries if not self.names or {e.name, e.dist} & set(self.names)]
         installed = {row.name for row in rows}
         return DoctorReport(
@@ -256,9 +257,14 @@ class _Doctor:
         return not self.names or bool(set(self.names) & set(checks))
 
     def _checks(
-        self, rows: Sequence[BackendReport], runtime: Outcome | None, entries: Sequence[PluginEntry]
+        self,
+        rows: Sequence[BackendReport],
+        everything: Sequence[BackendReport],
+        runtime: Outcome | None,
+        entries: Sequence[PluginEntry],
     ) -> list[CheckResult]:
-        results = environment.run_checks(rows, runtime, self.timeout_s, self.quick, entries)
+        # Where checks alone are named they are about all backends.
+        results = environment.run_checks(rows or everything, runtime, self.timeout_s, self.quick, entries)
         # Of a backend that is named, what it has proved is said too.
         about = {"evidence"} if any(r.kind for r in rows) else set()
         chosen = [c for c in results if self._wants(c.name) or c.name in about]
