@@ -76,7 +76,7 @@ def test_every_line_of_the_batch_is_documented() -> None:
     documented = set(re.findall(r"`([a-z_]+)`", text))
     warm = {"steps": 1}
     keys: set[str] = set()
-    critic = {"algorithm": {"adv_estimator": "gae"}}
+    critic = {"algorithm": {"adv_estimator": "gae"}, "critic": {}}
     rows = {"actor": {"micro_batch_size_per_device": 4}}
     for more in ({}, {"warm_start": warm}, {"trainer": {"type": "sft"}}, rows, critic):
         keys |= {line["key"] for line in planned(**more)["batch"]}
