@@ -51,18 +51,22 @@ def check(
             faults = error.errors(include_url=False, include_context=True, include_input=False)
         else:
             return (None if problems else result), problems
-        taken_away = False
+        taken_away, later = False, set[str]()
         for fault in faults:
             if _emptied(fault, faults):
                 continue
             loc = (*prefix, *_real_loc(fault["loc"], tree))
             for problem, names, places in _problems(fault, loc, document, engines, hint, model, len(prefix)):
-                if not _consequence(fault, problem, removed) and problem not in problems:
-                    problems.append(problem)
-                # What a consequence names is taken away too, so that complaints of its absence are consequences again.
-                removed |= names
+                if _consequence(fault, problem, removed):
+                    # Taken away too, so that complaints of its absence are consequences again: those that come later.
+                    later |= names
+                else:
+                    if problem not in problems:
+                        problems.append(problem)
+                    removed |= names
                 for place in places:
                     taken_away |= _remove(tree, place[len(prefix) :])
+        removed |= later
         if not taken_away:
             break
     return None, problems
