@@ -120,7 +120,7 @@ class Watch:
         def watched(role: RolloutRole, actor: RemoteEngine) -> SyncReport:
             report = sync(role, actor)
             export = folder / f"sync{len(self.served)}"
-            actor.export_directory(export, runner.model)
+            actor.export_directory(export, runner.resolved.config.model)
             request = GenerateRequest(PROMPTS, SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True))
             self.served.append([c.token_ids for c in role.engine.generate(request)])
             self.equal.append(equal_tokens(export, self.served[-1]))
