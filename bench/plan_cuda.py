@@ -21,7 +21,7 @@ from rlctl.batch import pack
 from rlctl.catalogue_memory import train_policy
 from rlctl.config.schema import RunConfig
 from rlctl.microbatch import MicroBatchPlan
-from rlctl.plan.budget import engine_load, engine_setting
+from rlctl.plan.engine_memory import engine_load, engine_setting
 from rlctl.plan.memory import GIB
 from rlctl.plan.parameters import count_parameters
 from rlctl.plan.shapes import model_shape

@@ -25,7 +25,7 @@ from rlctl.generation import GenerateRequest, SamplingParams
 from rlctl.microbatch import MicroBatchPlan
 from rlctl.parts import reader
 from rlctl.plan.activations import Precision
-from rlctl.plan.budget import engine_load, engine_setting
+from rlctl.plan.engine_memory import engine_load, engine_setting
 from rlctl.plan.generation import RolloutMemory
 from rlctl.plan.parameters import count_parameters
 from rlctl.plan.shapes import ModelShape, model_shape

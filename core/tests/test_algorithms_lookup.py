@@ -269,12 +269,12 @@ def test_combinations_that_make_no_sense_are_refused(sections: dict[str, Any], w
 def test_what_makes_sense_is_taken() -> None:
     for name, spec in ADVANTAGES.items():
         if "values" not in spec.needs:
-            config(algorithm={"adv_estimator": name}, rollout={"n": 2 if spec.groups else 1})
+            made = config(algorithm={"adv_estimator": name}, rollout={"n": 2 if spec.groups else 1})
+            assert made.algorithm.adv_estimator == name
     for name in POLICY_LOSSES:
-        config(actor={"policy_loss": {"loss_mode": name}})
-    config(
-        distillation={"loss_mode": "k1"}, teacher={"model": {"path": "t"}}, actor={"policy_loss": {"loss_mode": "gspo"}}
-    )
+        assert config(actor={"policy_loss": {"loss_mode": name}}).actor.policy_loss.loss_mode == name
+    taught = {"distillation": {"loss_mode": "k1"}, "teacher": {"model": {"path": "t"}}}
+    assert config(**taught, actor={"policy_loss": {"loss_mode": "gspo"}}).distillation is not None
 
 
 def test_every_function_has_a_docstring_and_its_paper() -> None:

@@ -39,7 +39,7 @@ def value_model(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("names", [None, [], "x", [3], ["LlamaForCausalLM"], ["A", "LlamaForSequenceClassification"]])
 def test_what_may_be_a_language_model_passes(names: object) -> None:
-    require_language_model(names, "somewhere")
+    assert require_language_model(names, "somewhere") is None
 
 
 def test_an_engine_refuses_it_as_a_language_model_and_takes_it_as_a_value_model(value_model: Path) -> None:

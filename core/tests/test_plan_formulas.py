@@ -10,7 +10,8 @@ import pytest
 from rlctl.catalogue_memory import MemoryPolicy, rollout_policy, train_policy
 from rlctl.config.schema import RunConfig
 from rlctl.plan.activations import Precision, layer_saved
-from rlctl.plan.budget import MemoryPlan, ModelSize, PoolMemory, _with_value_head, engine_load, engine_setting
+from rlctl.plan.budget import MemoryPlan, PoolMemory, _with_value_head
+from rlctl.plan.engine_memory import ModelSize, engine_load, engine_setting
 from rlctl.plan.generation import RolloutMemory, sync_item
 from rlctl.plan.memory import GIB, Item, Load, Moment, Setting, kv_bytes_a_token, state_bytes, tensor_bytes
 from rlctl.plan.parameters import count_parameters

@@ -63,7 +63,7 @@ def test_a_wish_that_cannot_be_met_says_why(sender: Whereabouts, receiver: Where
 
 
 def test_cores_own_links_join_one_version_of_torch() -> None:
-    old, new = (replace(CPU, library=f"torch {version}") for version in ("2.12.0", "2.13.0"))
+    old, new = (replace(CPU, made_of=f"torch {version}") for version in ("2.12.0", "2.13.0"))
     assert name(old, old) == "gloo"
     assert name(old, new) == "controller"
     with pytest.raises(CapabilityError) as caught:

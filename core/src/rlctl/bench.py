@@ -14,7 +14,7 @@ from typing import Any
 
 from rlctl import registry
 from rlctl.capabilities import require_topology
-from rlctl.config.engines import config_model
+from rlctl.config.engine_sections import config_model
 from rlctl.config.schema import ModelConfig, OptimConfig
 from rlctl.constraints import ModelFacts
 from rlctl.device import Device
@@ -256,7 +256,7 @@ def forecast_gib(
     """
     from rlctl.catalogue_memory import train_policy
     from rlctl.config.schema import RunConfig
-    from rlctl.plan.budget import engine_setting
+    from rlctl.plan.engine_memory import engine_setting
     from rlctl.plan.memory import GIB, Load
     from rlctl.plan.parameters import count_parameters
     from rlctl.plan.shapes import model_shape

@@ -13,7 +13,7 @@ from rlctl.config.check import check
 from rlctl.config.document import Document, dotted
 from rlctl.config.load import load_config
 from rlctl.config.migrate import RULES, LeftOut, migrate
-from rlctl.config.migrate_rules import Left
+from rlctl.config.migrate_kinds import Left
 from rlctl.config.schema import RunConfig
 from rlctl.config.schema_paths import annotation_at, walk
 from rlctl.config.yaml_source import parse

@@ -15,23 +15,20 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from rlctl import catalogue
-from rlctl.causes import cause_chain
 from rlctl.config.axes import axis_problems, condition_problems, head_of, layout_problem
-from rlctl.config.check import UnknownKey, check
 from rlctl.config.document import Document, Loc, Origin, dotted
+from rlctl.config.engine_sections import ROLE_KINDS, config_model, find_of_role, kind_of_role
 from rlctl.config.homes import Home, Homes
 from rlctl.config.problems import Problem, from_error
 from rlctl.config.schema import ActorConfig, CriticConfig, RefConfig, RolloutConfig, TeacherConfig
 from rlctl.config.schema_critic import needs_critic
 from rlctl.config.schema_runtime import MAIN_POOL
-from rlctl.config.suggest import for_key, nearest
 from rlctl.config.teacher_engine import teacher_problems
-from rlctl.declare import guarded, load_object
 from rlctl.errors import RlctlError
-from rlctl.records import BackendKind, BackendSpec
+from rlctl.records import BackendSpec
 
 if TYPE_CHECKING:
-    from rlctl.plugins import BackendRecord, PluginSet
+    from rlctl.plugins import PluginSet
 
 _ROLE_MODELS: dict[str, type[BaseModel]] = {
     "actor": ActorConfig,
@@ -40,15 +37,6 @@ _ROLE_MODELS: dict[str, type[BaseModel]] = {
     "teacher": TeacherConfig,
     "rollout": RolloutConfig,
 }
-ROLE_KINDS: dict[str, tuple[BackendKind, ...]] = {
-    "actor": (BackendKind.TRAIN,),
-    "ref": (BackendKind.TRAIN,),
-    "critic": (BackendKind.TRAIN,),
-    # A training engine that never trains, or a rollout engine that scores given tokens.
-    "teacher": (BackendKind.TRAIN, BackendKind.ROLLOUT),
-    "rollout": (BackendKind.ROLLOUT,),
-}
-"""The kinds of backends that a role may have; where a name is of two kinds, the first."""
 _DEFAULT_BACKENDS = {role: cls.model_fields["backend"].default for role, cls in _ROLE_MODELS.items()}
 FOLLOWERS = ("ref", "critic", "teacher")
 """Roles that take from the actor what they do not state."""
@@ -70,56 +58,6 @@ class Engines:
     models: dict[str, type[BaseModel]] = field(default_factory=dict)
     specs: dict[str, BackendSpec] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-
-
-def find_of_role(plugins: PluginSet, role: str, name: str, device: str | None = None) -> BackendRecord | None:
-    """The record that ``name`` reaches for a role."""
-    found = (find_backend(plugins, name, kind, device) for kind in ROLE_KINDS[role])
-    return next((record for record in found if record is not None), None)
-
-
-def kind_of_role(plugins: PluginSet, role: str, name: str) -> BackendKind:
-    """The kind of backend that ``name`` is for a role: that of one that is there, else of one that is known, else the usual one."""
-    record = find_of_role(plugins, role, name)
-    if record is not None:
-        return record.spec.kind
-    kinds = ROLE_KINDS[role]
-    return next((kind for kind in kinds if catalogue.find(name, kind) is not None), kinds[0])
-
-
-def find_backend(plugins: PluginSet, name: str, kind: BackendKind, device: str | None = None) -> BackendRecord | None:
-    """The record that ``name`` (or an alias) reaches; with two owners of one name, the one that answers ``device``."""
-    found = [
-        record
-        for record in plugins.backends()
-        if record.spec.kind is kind and (record.spec.name == name or name in record.spec.aliases)
-    ]
-    found.sort(key=lambda record: device is None or device not in {d for d, _ in record.spec.devices})
-    return found[0] if found else None
-
-
-def config_model(spec: BackendSpec) -> type[BaseModel]:
-    """Import the config model of a backend.
-
-    Raises:
-        RlctlError: it cannot be imported or is no config model; the plugin is at fault, and named.
-    """
-    model = guarded(lambda: load_object(spec.config))
-    if isinstance(model, BaseException):
-        raise RlctlError(
-            f"the config model of backend {spec.name!r} cannot be imported",
-            found=f"{spec.config}: {cause_chain(model)[-1].line}",
-            wanted="a pydantic model that imports without the backend's libraries",
-            next=f"rlctl doctor {spec.name}",
-        ) from model
-    if not (isinstance(model, type) and issubclass(model, BaseModel)):
-        raise RlctlError(
-            f"the config model of backend {spec.name!r} is not one",
-            found=f"{spec.config} is a {type(model).__name__}",
-            wanted="a pydantic model",
-            next=f"rlctl doctor {spec.name}",
-        )
-    return model
 
 
 def resolve_engines(document: Document, plugins: PluginSet, notice: Callable[[str], None]) -> Engines:
@@ -308,35 +246,6 @@ def _unavailable(document: Document, loc: Loc, name: str, home: Home) -> Problem
     )
 
 
-def checked_section(
-    document: Document, role: str, spec: BackendSpec, plugins: PluginSet
-) -> tuple[dict[str, Any] | None, list[Problem]]:
-    """A role's ``engine`` section against the config model of its backend, which is one of ``plugins``.
-
-    Returns:
-        The complete section (None when there is any problem), and the problems.
-
-    Raises:
-        RlctlError: the model cannot be imported, or fails in a way that says nothing about the section.
-    """
-    loc: Loc = (role, "engine")
-    model = config_model(spec)
-
-    def hint(place: Loc, key: str) -> tuple[str, list[str]]:
-        return _leftover(place, key, role, spec, plugins, {role: model})
-
-    checked = guarded(lambda: _checked(model, document, loc, hint))
-    if isinstance(checked, BaseException):
-        # A validator of the plugin's own has failed.
-        raise RlctlError(
-            f"the config model of backend {spec.name!r} failed",
-            found=cause_chain(checked)[-1].line,
-            wanted="a model that takes or refuses the section",
-            next=f"rlctl doctor {spec.name}",
-        ) from checked
-    return checked
-
-
 def _engine_section(document: Document, role: str, spec: BackendSpec, home: Home, out: Engines) -> None:
     loc: Loc = (role, "engine")
     if not isinstance(document.get(loc, {}), dict):
@@ -352,14 +261,6 @@ def _engine_section(document: Document, role: str, spec: BackendSpec, home: Home
         _fill(document, loc, values, dict(document.origins))
 
 
-def _checked(
-    model: type[BaseModel], document: Document, loc: Loc, hint: UnknownKey
-) -> tuple[dict[str, Any] | None, list[Problem]]:
-    """The complete section as plain data (None when there is any problem), and the problems."""
-    value, problems = check(model, document, prefix=loc, unknown=hint)
-    return (None if value is None else value.model_dump(mode="json")), problems
-
-
 def _fill(document: Document, loc: Loc, values: dict[str, Any], origins: dict[Loc, Origin]) -> None:
     """Write the whole section down, defaults included, so that the resolved configuration says all of it."""
     for key, item in values.items():
@@ -368,33 +269,6 @@ def _fill(document: Document, loc: Loc, values: dict[str, Any], origins: dict[Lo
             _fill(document, place, item, origins)
         else:
             document.set(place, item, origins.get(place, Origin("default", "default")))
-
-
-def _leftover(
-    place: Loc, key: str, role: str, spec: BackendSpec, plugins: PluginSet, engines: dict[str, type[BaseModel]]
-) -> tuple[str, list[str]]:
-    """A hint for a key that the chosen backend does not know: a near name, another backend's, or a key of core."""
-    model = engines[role]
-    near = nearest(key, model.model_fields, 0.75) if len(place) == 2 else None
-    if near:
-        path = dotted((*place, near))
-        return f"did you mean {path}?", [path]
-    owners = []
-    for record in plugins.backends():
-        if record.spec.name == spec.name and record.spec.kind is spec.kind:
-            continue
-        try:
-            known = config_model(record.spec).model_fields
-        except RlctlError:
-            continue  # only a hint: another backend's fault is not this run's matter
-        if key in known:
-            owners.append(record.spec.name)
-    if owners:
-        names = " and ".join(dict.fromkeys(owners))
-        return f"it is a key of {names}, and {role}.backend is {spec.name}: remove it, or change the backend", []
-    if not model.model_fields:
-        return f"the backend {spec.name} has no settings: remove it", []
-    return for_key(place, key, engines)
 
 
 def _device(document: Document) -> str | None:

@@ -85,9 +85,9 @@ class Home:
     def checked_section(
         self, document: Document, role: str, spec: BackendSpec
     ) -> tuple[dict[str, Any] | None, list[Problem]]:
-        """See :func:`rlctl.config.engines.checked_section`; the config model is the one of this environment."""
+        """See :func:`rlctl.config.engine_sections.checked_section`; the config model is the one of this environment."""
         if self.python is None:
-            from rlctl.config.engines import checked_section
+            from rlctl.config.engine_sections import checked_section
 
             return checked_section(document, role, spec, self.plugins)
         from rlctl.interpreters.asking import check_section
@@ -117,7 +117,7 @@ def require_backends(config: RunConfig, plugins: PluginSet) -> None:
     Raises:
         RlctlError: one is not there, where its role lives.
     """
-    from rlctl.config.engines import kind_of_role
+    from rlctl.config.engine_sections import kind_of_role
     from rlctl.device import named_device
 
     device = named_device(config.trainer.device)
@@ -137,7 +137,7 @@ def require_imports(config: RunConfig, plugins: PluginSet, device: str | None, n
     Raises:
         RlctlError: one does not.
     """
-    from rlctl.config.engines import find_of_role, kind_of_role
+    from rlctl.config.engine_sections import find_of_role, kind_of_role
     from rlctl.interpreters.asking import require_import
 
     asked = {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rlctl.config.engines import FOLLOWERS, ROLE_KINDS, config_model, find_backend
+from rlctl.config.engine_sections import ROLE_KINDS, config_model, find_backend
+from rlctl.config.engines import FOLLOWERS
 from rlctl.config.schema import RunConfig
 from rlctl.records import BackendKind
 

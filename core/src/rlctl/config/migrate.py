@@ -11,9 +11,10 @@ from rlctl.config.check import check
 from rlctl.config.document import Document, Loc, Origin, PlaceError, dotted, leaves
 from rlctl.config.foreign import our_path
 from rlctl.config.migrate_correction_rules import RULES as CORRECTION_RULES
+from rlctl.config.migrate_kinds import Left, UnclearSwitchError
 from rlctl.config.migrate_reward_rules import RULES as REWARD_RULES
 from rlctl.config.migrate_rules import RULES as VERL_RULES
-from rlctl.config.migrate_rules import SECTIONS, Left, UnclearSwitchError
+from rlctl.config.migrate_rules import SECTIONS
 from rlctl.config.migrate_trl_rules import RULES as TRL_RULES
 from rlctl.config.overrides import parse_key
 from rlctl.config.schema import RunConfig

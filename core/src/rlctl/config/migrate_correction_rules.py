@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlctl.config.migrate_rules import Left, Outcome, Rule, needless, on
+from rlctl.config.migrate_kinds import Left, Outcome, Rule, needless, on
 
 _HERE = "algorithm.rollout_correction"
 _LEVELS = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlctl.config.migrate_rules import Left, Outcome, Rule, left, needless, off_is_needless, on
+from rlctl.config.migrate_kinds import Left, Outcome, Rule, left, needless, off_is_needless, on
 
 _OVERLONG = ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg")
 _KL = "algorithm.use_kl_in_reward"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlctl.config.migrate_rules import Left, Outcome, Rule, as_list, left, needless, on, to, unless, words
+from rlctl.config.migrate_kinds import Left, Outcome, Rule, as_list, left, needless, on, to, unless, words
 
 
 def _beta(value: Any, _: Mapping[str, Any]) -> Outcome:

@@ -42,7 +42,7 @@ def check_question(question: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         RlctlError: the model is not sound.
     """
-    from rlctl.config.engines import checked_section, find_backend
+    from rlctl.config.engine_sections import checked_section, find_backend
 
     document = document_from_json(question["document"])
     plugins = load_plugins()

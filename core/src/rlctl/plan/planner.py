@@ -13,7 +13,8 @@ from rlctl.errors import DataError
 from rlctl.evidence import EvidenceBook
 from rlctl.plan.arithmetic import Line, rl_lines, sft_lines, warm_start_lines
 from rlctl.plan.backends import Choice, Needs, rank_backends
-from rlctl.plan.budget import MemoryPlan, ModelSize, plan_memory
+from rlctl.plan.budget import MemoryPlan, plan_memory
+from rlctl.plan.engine_memory import ModelSize
 from rlctl.plan.layout import RoleLayout, lay_out
 from rlctl.plan.parameters import count_in_files, count_parameters
 from rlctl.plan.request import Request, find_spec, plugins_of, python_of, ranks_of

@@ -95,14 +95,14 @@ class Whereabouts:
         device: type of device that its engine's weights are on.
         unit: which device of all, where that can be told (a GPU's own id).
         offers: the links of its environment.
-        library: what core's own links are made of there (``torch 2.13.0``). Its versions do not talk to each other.
+        made_of: what core's own links are made of there (``torch 2.13.0``). Its versions do not talk to each other.
     """
 
     address: str
     device: str
     unit: str
     offers: tuple[WeightTransportSpec, ...]
-    library: str = ""
+    made_of: str = ""
 
 
 def offered(plugins: PluginSet) -> tuple[WeightTransportSpec, ...]:
@@ -126,7 +126,7 @@ def choose(wish: Wish, sender: Whereabouts, receivers: Sequence[Whereabouts]) ->
     common = [spec for spec in sender.offers if all(spec in r.offers for r in receivers)]
     one_host = len({r.address for r in ranks}) == 1
     apart = len(units) == len(set(units))
-    libraries = sorted({r.library for r in ranks})
+    libraries = sorted({r.made_of for r in ranks})
     if len(libraries) > 1:
         common = [spec for spec in common if spec not in OWN]
     if len(devices) > 1:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlctl.algorithms.distillation_loss import DistillationLoss
-from rlctl.config.engines import find_of_role
+from rlctl.config.engine_sections import find_of_role
 from rlctl.config.schema import ActorConfig, ModelConfig, RunConfig, TeacherConfig
 from rlctl.config.schema_distillation import DistillationConfig
 from rlctl.data.prompts import PromptEncoder

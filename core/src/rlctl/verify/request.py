@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from rlctl.config.engines import config_model
+from rlctl.config.engine_sections import config_model
 from rlctl.config.suggest import nearest
 from rlctl.device import Device
 from rlctl.errors import CapabilityError, ConfigError, UsageError
