@@ -278,6 +278,8 @@ def test_a_shared_module_has_no_copy_and_no_sync() -> None:
     assert rollout(run, shared=True).weights().num_bytes == 0
     assert rollout(run).weights().num_bytes == 32 * GB
     assert rollout(run, "vllm", {"dtype": "bfloat16"}, ranks=4).weights().num_bytes == 4 * GB
+    aside = [rollout(run, "vllm", section, device="cpu").cache() for section in ({}, {"kv_cache_mib": 64})]
+    assert [item.num_bytes for item in aside if item is not None] == [256 << 20, 64 << 20]
     assert sync_item(None, None, 8 * GB, 4, shared=True).num_bytes == 0
     count = count_parameters(shape())
     assert sync_item(count, shape(), count.total, 4, shared=False).num_bytes == 2 * 128256 * 4096 * 4

@@ -62,6 +62,8 @@ class RolloutPolicy:
         rows_key, tokens_key: keys of its section that bound what is decoded together; empty: it pages its cache.
         prefill_tokens: prompt tokens that it reads in one pass; 0 where it is not known.
         dtype_key: key of its section with the dtype of an own copy of the weights.
+        cache_key: key of its section with the MiB of a cache that is set aside at the start, whatever is decoded later.
+        cache_mib_on_cpu: what it sets aside on a CPU where that key is not set.
     """
 
     shares_module: bool = False
@@ -69,6 +71,8 @@ class RolloutPolicy:
     tokens_key: str = ""
     prefill_tokens: int = 0
     dtype_key: str = "dtype"
+    cache_key: str = ""
+    cache_mib_on_cpu: int = 0
 
 
 _MEGATRON = MemoryPolicy(
@@ -95,6 +99,7 @@ ROLLOUT: Mapping[str, RolloutPolicy] = {
     "hf": RolloutPolicy(
         shares_module=True, rows_key="max_batch_rows", tokens_key="max_batch_tokens", prefill_tokens=16_384
     ),
+    "vllm": RolloutPolicy(cache_key="kv_cache_mib", cache_mib_on_cpu=256),
 }
 
 

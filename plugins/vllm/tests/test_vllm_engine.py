@@ -176,3 +176,13 @@ def test_raw_log_probs_are_those_of_the_model() -> None:
             rows = module(torch.tensor([[*prompt, *c.token_ids]])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
         wanted = rows.gather(1, torch.tensor(c.token_ids)[:, None])[:, 0].tolist()
         assert c.log_probs == pytest.approx(wanted, abs=1e-4)
+
+
+def test_the_plan_counts_the_cache_that_is_set_aside() -> None:
+    from rlctl.catalogue_memory import rollout_policy
+    from rlctl_vllm import engine
+    from rlctl_vllm.config import VLLMConfig
+
+    policy = rollout_policy("vllm")
+    assert policy.cache_key in VLLMConfig.model_fields
+    assert policy.cache_mib_on_cpu == engine._CPU_CACHE_MIB

@@ -81,7 +81,14 @@ class RolloutMemory:
         return min(most), words
 
     def cache(self) -> Item | None:
-        """Keys and values of the rows that are decoded together; None where the model's shape is not known."""
+        """Keys and values: those that are set aside, else of the rows that are decoded together (None where the model's shape is
+        not known)."""
+        given = self.section.get(self.policy.cache_key) if self.policy.cache_key else None
+        if given is None and self.device == "cpu":
+            given = self.policy.cache_mib_on_cpu or None
+        if given is not None:
+            words = f"{int(given):,} MiB set aside (rollout.engine.{self.policy.cache_key})"
+            return Item("KV cache", "rollout", int(given) << 20, words)
         if self.shape is None:
             return None
         keys, values = self._key_value_bytes()
