@@ -23,6 +23,7 @@ from rlctl.config.problems import Problem, from_error
 from rlctl.config.schema import ActorConfig, CriticConfig, RefConfig, RolloutConfig, TeacherConfig
 from rlctl.config.schema_critic import needs_critic
 from rlctl.config.schema_runtime import MAIN_POOL
+from rlctl.config.staleness import add_correction
 from rlctl.config.teacher_engine import teacher_problems
 from rlctl.errors import RlctlError
 from rlctl.records import BackendSpec
@@ -69,6 +70,7 @@ def resolve_engines(document: Document, plugins: PluginSet, notice: Callable[[st
     homes = Homes(document, plugins)
     actor = document.get(("actor", "backend"), _DEFAULT_BACKENDS["actor"])
     _add_critic(document)
+    add_correction(document)
     absent = {role for role in OPTIONAL if not isinstance(document.get((role,)), dict)}
     if isinstance(actor, str):
         for role in FOLLOWERS:

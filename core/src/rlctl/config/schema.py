@@ -33,6 +33,7 @@ from rlctl.config.schema_rollout import ValSampling as ValSampling
 from rlctl.config.schema_runtime import RuntimeConfig
 from rlctl.config.schema_trainer import GuardsConfig, TrainerConfig
 from rlctl.config.sft_faults import sft_faults
+from rlctl.config.staleness import staleness_faults
 from rlctl.records import BackendKind
 
 
@@ -65,6 +66,7 @@ class RunConfig(Strict):
         if self.trainer.type == "rl":  # in SFT the section itself is refused
             faults += correction_faults(self)
         faults += reward_faults(self) + entropy_faults(self) + sft_faults(self)
+        faults += staleness_faults(self)
         rl = self.trainer.type == "rl"
         mini = self.actor.ppo_mini_batch_size
         if rl and mini is not None and self.data.train_batch_size % mini:

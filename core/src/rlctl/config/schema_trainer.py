@@ -50,6 +50,11 @@ class TrainerConfig(Strict):
     num_threads: Annotated[int, Field(ge=1, le=4096)] | None = Field(
         default=None, description="CPU threads of torch in each process; default: the cores, shared by the processes."
     )
+    max_staleness: Annotated[int, Field(ge=0, le=1)] = Field(
+        default=0,
+        description="1: sample the next batch while the update goes on, with weights of one update before; the rollout needs a "
+        "pool of its own. 0: sample, then update.",
+    )
     balance_batch: bool = Field(
         default=True, description="Give data parallel ranks equal tokens, not just equal rows (Karmarkar-Karp)."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -80,6 +81,7 @@ class WorkerGroup:
         self._places: dict[int, RankPlace] = {}
         self._closed = False
         self._failure: BaseException | None = None
+        self._abandoned = threading.Event()
 
     @property
     def transport(self) -> str:
@@ -178,7 +180,8 @@ class WorkerGroup:
         pending = self.begin(method, args_by_rank, doing=doing, on_event=on_event, hang_s=hang_s)
         with self.ending_with_its_calls():
             while not pending.turn():
-                pass
+                if self._abandoned.is_set():
+                    raise failures.WorkerError(f"{doing} in pool {self.name} was given up", found="a run that ends")
         return pending.answers()
 
     def begin(
@@ -237,6 +240,10 @@ class WorkerGroup:
         if not self._closed:
             self._closed = True
             self._transport.close(self.limits.close_s)
+
+    def abandon(self) -> None:
+        """From another thread: the call that goes on in this group ends with an error soon, and the ranks with it."""
+        self._abandoned.set()
 
     def kill(self) -> None:
         """End every rank now."""

@@ -41,6 +41,8 @@ class Pools:
         self.log_dir = log_dir
         self._notice = notice or (lambda text: None)
         self._groups: dict[str, WorkerGroup] = {}
+        self.before_close = ExitStack()
+        """Called before the groups end: for who uses them from another thread."""
         self.launcher = config.runtime.chosen_launcher()
 
     @property
@@ -86,6 +88,7 @@ class Pools:
         with ExitStack() as stack:  # one that cannot end must not keep the others
             for group in self._groups.values():
                 stack.callback(group.close)
+            stack.callback(self.before_close.close)
 
     def describe(self) -> dict[str, object]:
         """For the manifest: launcher, and each pool's interpreter, versions, and ranks with host and process id."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rlctl.algorithms.lookup import Algorithm
 from rlctl.config.schema import ModelConfig
 from rlctl.config.schema_critic import warmup_fault
+from rlctl.config.staleness import GREEDY
 from rlctl.data.lengths import fit_rows, model_positions
 from rlctl.data.prompts import PromptEncoder
 from rlctl.data.rewards import build_reward
@@ -27,6 +28,7 @@ from rlctl.roles.rollout import RolloutRole
 from rlctl.runtime.remote import RemoteEngine
 from rlctl.trainers import setup, teachers
 from rlctl.trainers.advantages import AdvantageStage
+from rlctl.trainers.ahead import Ahead
 from rlctl.trainers.algorithms import find_algorithms
 from rlctl.trainers.critic import build_critic, find_critic
 from rlctl.trainers.entropy import EntropyStage
@@ -169,11 +171,13 @@ def _build_rl(p: Prepared, run_dir: Path, *, resuming: bool, closing: ExitStack)
     teacher = teachers.build_teachers(context, teacher_models, actor)
     if teacher is not None:
         engines |= {teachers.engine_name(name): engine for name, engine in teacher.engines.items()}
+    rollout_role = _rollout_role(p, rollout)
+    ahead = _ahead(p, rollout_role, actor)
     actor_role = _actor_role(context, actor, p.algorithms[AlgorithmKind.POLICY_LOSS])
     trainer = RLTrainer(
         context,
         actor_role,
-        _rollout_role(p, rollout),
+        rollout_role,
         reference,
         p.encoder,
         scorer,
@@ -190,8 +194,30 @@ def _build_rl(p: Prepared, run_dir: Path, *, resuming: bool, closing: ExitStack)
         teacher,
         critic,
         correction_stage(config, check_rollout=actor_role.check_rollout),
+        ahead,
     )
     return Built(trainer, engines, models)
+
+
+def _ahead(p: Prepared, rollout: RolloutRole, actor: RemoteEngine) -> Ahead | None:
+    """Draws rollouts one step ahead, where ``trainer.max_staleness`` is 1."""
+    trainer = p.context.config.trainer
+    if not trainer.max_staleness:
+        return None
+    if p.algorithms[AlgorithmKind.ADVANTAGE].takes(GREEDY):
+        raise ConfigError(
+            "trainer.max_staleness keeps the rollout at work on the next batch",
+            found=f"algorithm.adv_estimator {p.context.config.algorithm.adv_estimator}, which takes {GREEDY}",
+            wanted="an estimator that needs no greedy completion of this batch",
+            next="trainer.max_staleness=0",
+        )
+
+    def pauses(step: int) -> bool:
+        return step == p.total_steps or bool(trainer.save_freq and step % trainer.save_freq == 0)
+
+    ahead = Ahead(p.sampler, p.train_rows, p.encoder, rollout, actor, p.context.reporter, trainer.seed, pauses)
+    p.context.pools.before_close.callback(ahead.stop)
+    return ahead
 
 
 def _build_reference(context: setup.Context, model: ModelConfig) -> ReferenceRole | None:

@@ -22,8 +22,10 @@ from rlctl.roles.budget import SkipBudget
 from rlctl.roles.reference import ReferenceRole
 from rlctl.roles.rollout import RolloutRole
 from rlctl.roles.teacher import TeacherRole, teacher_of
+from rlctl.sync import SyncReport
 from rlctl.trainers.advantages import AdvantageStage, advantage_metrics, by_group, rows_with_advantage
 from rlctl.trainers.agreement import rollout_gap
+from rlctl.trainers.ahead import Ahead
 from rlctl.trainers.critic import CriticStage
 from rlctl.trainers.entropy import EntropyStage
 from rlctl.trainers.evaluation import ScoredRollout, length_metrics, score_completions, validate, watch_rows
@@ -73,8 +75,11 @@ class RLTrainer:
     teacher: TeacherRole | None = None
     critic: CriticStage | None = None
     correction: CorrectionStage | None = None
+    ahead: Ahead | None = None
     checked_all_rows: bool = False
     watched: list[tuple[int, int]] = field(default_factory=list)
+    staleness: int = 0
+    """Updates since the weights that the oldest row of this step was sampled with."""
 
     @property
     def budget(self) -> SkipBudget:
@@ -85,7 +90,11 @@ class RLTrainer:
     # ---- what the runner calls --------------------------------------------------------------------------------
     def begin(self) -> dict[str, Any]:
         """See :class:`rlctl.trainers.trainer.Trainer`."""
-        how = self.rollout.sync(self.actor.engine).how
+        sync = self.rollout.sync(self.actor.engine)
+        how = sync.how
+        if self.ahead is not None:
+            self.ahead.started(sync)
+            self.context.reporter.message("rollouts are sampled one step ahead (trainer.max_staleness)")
         if (note := sync_note(self.actor.engine, self.rollout.engine, how)) is not None:
             self.context.reporter.message(note)
         alone = self.critic.warmup_steps if self.critic else 0
@@ -100,6 +109,8 @@ class RLTrainer:
 
     def assess(self, step: int) -> Assessment:
         """See :class:`rlctl.trainers.trainer.Trainer`."""
+        if self.ahead is not None:
+            self.ahead.settle(step, StepTimer())
         metrics, parts = self.validate()
         # The same rows each time, so that a report can set early and late side by side.
         self.watched = self.watched or watch_rows(parts, self.context.config.trainer.rollout_samples)
@@ -114,7 +125,7 @@ class RLTrainer:
         timer = StepTimer()
         start = time.perf_counter()
         gathered = gather(self, step, timer)
-        rollout = gathered.rollout
+        rollout, self.staleness = gathered.rollout, gathered.staleness
         batch, inputs = self.advantage_inputs(self.pack(rollout), rollout, step, timer)
         with timer("adv"):
             batch = self.advantages(batch, rollout.rewards, inputs)
@@ -124,8 +135,8 @@ class RLTrainer:
                 batch = self.teacher.annotate(batch, self.teachers(rollout), self.actor.engine, self.actor.plan)
         with self.context.reporter.phase("update", None):
             metrics = self.update(batch, step, timer)
-        with timer("update_weights"):
-            sync = self.rollout.sync(self.actor.engine)
+        sync = self.ahead.last_sync if self.ahead is not None else self.synced(timer)
+        assert sync is not None, "there is one before the first step"
         elapsed = time.perf_counter() - start
         total_tokens = batch.num_items
         metrics |= {
@@ -148,11 +159,16 @@ class RLTrainer:
             "perf/time_per_step": elapsed,
             "perf/total_num_tokens": float(total_tokens),
             "perf/throughput": total_tokens / elapsed / self.context.pools.num_ranks,
-            "perf/gen_throughput": gathered.num_tokens / timer.seconds["gen"],
+            "perf/gen_throughput": gathered.num_tokens / gathered.seconds,
             **self.actor.engine.seqlen_metrics(batch),
             **self.memory(),
         }
         return metrics, rollout
+
+    def synced(self, timer: StepTimer) -> SyncReport:
+        """Serve the weights of this moment."""
+        with timer("update_weights"):
+            return self.rollout.sync(self.actor.engine)
 
     def advantage_inputs(
         self, batch: PackedBatch, rollout: ScoredRollout, step: int, timer: StepTimer
@@ -196,10 +212,13 @@ class RLTrainer:
 
     def memory(self) -> dict[str, float]:
         """Peak memory in GiB: the largest over the ranks of every pool."""
-        engines = [self.actor.engine, self.rollout.engine, *([self.reference.engine] if self.reference else [])]
+        engines = [self.actor.engine, *([self.reference.engine] if self.reference else [])]
+        # Its processes may be at work on the next rollouts.
+        engines += [] if self.ahead else [self.rollout.engine]
         engines += self.teacher.engines.values() if self.teacher else []
         engines += [self.critic.role.engine] if self.critic else []
         found = [engine.memory() for engine in {engine.group.name: engine for engine in engines}.values()]
+        found += [self.ahead.memory] if self.ahead else []
         return {name: max(m[name] for m in found) for name in found[0]}
 
     def pack(self, rollout: ScoredRollout) -> PackedBatch:
@@ -311,7 +330,9 @@ class RLTrainer:
             return rollout_gap(mini, self.actor.score(mini)["log_probs"])
 
     def guard(self, metrics: dict[str, float]) -> None:
-        """Stop when rollout and trainer have drifted apart."""
+        """Stop when rollout and trainer have drifted apart. Rows of an older policy differ by right: not after those."""
+        if self.staleness:
+            return
         gap = metrics.get("training/rollout_probs_diff_mean")
         limit = self.context.config.guards.rollout_probs_diff_mean_max
         if gap is not None and not gap <= limit:
@@ -348,6 +369,7 @@ class RLTrainer:
             "rollout_version": self.rollout.version,
             "skipped_in_a_row": self.actor.budget.in_a_row,
             **({"critic_skipped_in_a_row": self.critic.role.budget.in_a_row} if self.critic else {}),
+            **({"ahead": self.ahead.state_dict()} if self.ahead else {}),
             "rewards": self.rewards.state_dict(),
             "entropy": self.entropy.state_dict(),
         }
@@ -358,6 +380,8 @@ class RLTrainer:
         self.actor.budget.in_a_row = int(state.get("skipped_in_a_row", 0))
         if self.critic is not None:
             self.critic.role.budget.in_a_row = int(state.get("critic_skipped_in_a_row", 0))
+        if self.ahead is not None and "ahead" in state:
+            self.ahead.load_state_dict(state["ahead"])
         notes = self.rewards.load_state_dict(state.get("rewards", {}))
         notes += self.entropy.load_state_dict(state.get("entropy", {}))
         for note in notes:

@@ -3,6 +3,7 @@ teach something."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -31,11 +32,15 @@ class Gathered:
 
     Args:
         num_tokens: generated tokens, those of prompts that were left out too.
-        metrics: of dynamic sampling.
+        seconds: in which they were generated.
+        staleness: the most updates that a batch is older than the policy.
+        metrics: of dynamic sampling, and of sampling ahead.
     """
 
     rollout: ScoredRollout
     num_tokens: int
+    seconds: float
+    staleness: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -48,16 +53,18 @@ def gather(trainer: RLTrainer, step: int, timer: StepTimer) -> Gathered:
     """
     seed, section = trainer.context.config.trainer.seed, trainer.context.config.algorithm.filter_groups
     if section is None:
-        rollout = _sample(trainer, step_seed(seed, step), timer)
-        return Gathered(rollout, _tokens(rollout))
+        one = _sample(trainer, step, step_seed(seed, step), timer)
+        return Gathered(one.rollout, _tokens(one.rollout), one.seconds, one.staleness, _how_stale(trainer, [one]))
     wanted = trainer.context.config.data.train_batch_size
     kept: list[ScoredRollout] = []
     scores: list[float] = []
+    drawn: list[_Batch] = []
     found = sampled = num_tokens = batches = 0
     present: set[str] = set()
     while found < wanted and batches < section.max_num_gen_batches:
         stream = _STREAM + batches if batches else 0
-        part = _sample(trainer, step_seed(seed, step, stream), timer)
+        drawn.append(_sample(trainer, step, step_seed(seed, step, stream), timer))
+        part = drawn[-1].rollout
         batches += 1
         prompts = prompts_with_signal(trainer, section, part)
         kept.append(of_prompts(part, prompts[: wanted - found]))
@@ -87,20 +94,51 @@ def gather(trainer: RLTrainer, step: int, timer: StepTimer) -> Gathered:
         "dynamic_sampling/prompts_constant": float(sampled - found),
         "dynamic_sampling/prompts_surplus": float(max(0, found - wanted)),
         "dynamic_sampling/score_mean": sum(scores) / len(scores),
+        **_how_stale(trainer, drawn),
     }
-    return Gathered(joined(kept), num_tokens, metrics)
+    return Gathered(
+        joined(kept), num_tokens, sum(one.seconds for one in drawn), max(one.staleness for one in drawn), metrics
+    )
 
 
-def _sample(trainer: RLTrainer, seed: int, timer: StepTimer) -> ScoredRollout:
-    """One generation batch of the sampler's next prompts."""
+@dataclass(frozen=True)
+class _Batch:
+    """One generation batch, with its rewards; seconds and staleness as in :class:`rlctl.trainers.ahead.Drawn`."""
+
+    rollout: ScoredRollout
+    seconds: float
+    staleness: int = 0
+
+
+def _how_stale(trainer: RLTrainer, drawn: Sequence[_Batch]) -> dict[str, float]:
+    """What is said of batches that were drawn ahead."""
+    if trainer.ahead is None:
+        return {}
+    found = [one.staleness for one in drawn]
+    return {
+        "training/staleness_mean": sum(found) / len(found),
+        "training/staleness_max": float(max(found)),
+        "perf/time_per_gen": sum(one.seconds for one in drawn),
+    }
+
+
+def _sample(trainer: RLTrainer, step: int, seed: int, timer: StepTimer) -> _Batch:
+    """One generation batch of the sampler's next prompts; drawn ahead, it has a seed of its own already."""
     reporter = trainer.context.reporter
+    if trainer.ahead is not None:
+        drawn = trainer.ahead.draw(step, timer)
+        with timer("reward"), reporter.phase("reward", None):
+            scored = score_completions(drawn.rows, drawn.prompts, drawn.completions, trainer.encoder, trainer.scorer)
+        return _Batch(scored, drawn.seconds, drawn.staleness)
+    start = time.perf_counter()
     with timer("gen"):
         rows = [trainer.train_rows[i] for i in trainer.sampler.next()]
         prompts = [trainer.encoder.prompt_ids(row) for row in rows]
         with reporter.phase("generate", len(rows) * trainer.context.config.rollout.n) as bar:
             completions = trainer.rollout.sample(prompts, seed, bar.advance)
+    seconds = time.perf_counter() - start
     with timer("reward"), reporter.phase("reward", None):
-        return score_completions(rows, prompts, completions, trainer.encoder, trainer.scorer)
+        return _Batch(score_completions(rows, prompts, completions, trainer.encoder, trainer.scorer), seconds)
 
 
 def prompts_with_signal(trainer: RLTrainer, section: FilterGroupsConfig, rollout: ScoredRollout) -> list[int]:
