@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -133,6 +134,13 @@ class Engine:
         An engine that refuses, or fails, is shut down before the error goes on.
         """
         self.model_type = ModelType(model.get("model_type", ModelType.LANGUAGE_MODEL))
+        if model.get("lora") and not self.provides("rlctl_set_adapters"):
+            raise EngineError(
+                f"the engine {self.name!r} trains no adapters: it would train every weight",
+                found="model.lora",
+                wanted="a backend that has rlctl_set_adapters",
+                next="take model.lora out, or another backend: rlctl capabilities",
+            )
         model = {**model, "model_type": str(self.model_type)}
         try:
             with phase("init"):
@@ -275,12 +283,31 @@ class Engine:
                 wanted="a loss that returns the same names for every micro-batch, padding included",
             )
 
+    @contextmanager
+    def _without_adapters(self) -> Iterator[None]:
+        """The base model in the place of the adapted one.
+
+        Raises:
+            EngineError: there are no adapters: what answers would be the trained model itself.
+        """
+        if not (self.provides("rlctl_set_adapters") and self._hooks.rlctl_set_adapters(enabled=False)):
+            raise EngineError(
+                f"the engine {self.name!r} cannot score as its base model",
+                found="a model without adapters",
+                wanted="model.lora, which leaves the base as it was",
+            )
+        try:
+            yield
+        finally:
+            self._hooks.rlctl_set_adapters(enabled=True)
+
     def infer_batch(
-        self, batch: PackedBatch, plan: MicroBatchPlan, want: Sequence[str] = ("log_probs",)
+        self, batch: PackedBatch, plan: MicroBatchPlan, want: Sequence[str] = ("log_probs",), *, base: bool = False
     ) -> dict[str, torch.Tensor]:
         """Score known sequences without gradients.
 
         Args:
+            base: by the model without its adapters, which is the one that training started from.
             want: of a language model among ``log_probs``, ``entropy``, ``sum_p2`` (the sum of the squared probabilities, where
                 the engine's reader has it) and, where the engine's notes have it, ``experts``: what a mixture of experts chose
                 at the position that predicts each scored token; ``topk_ids``, ``topk_log_probs`` and ``log_probs_at`` of
@@ -297,7 +324,8 @@ class Engine:
         check_scores(want, self.model_type, self.name)
         micro_batches, groups = self.micro_batches(batch, plan)
         self._hooks.rlctl_set_mode(train=False)
-        outputs = self.forward_backward(micro_batches, ScoreLoss(tuple(want)), forward_only=True)
+        with self._without_adapters() if base else nullcontext():
+            outputs = self.forward_backward(micro_batches, ScoreLoss(tuple(want)), forward_only=True)
         starts = batch.cu_seqlens.tolist()
         result = {
             name: torch.zeros(
@@ -336,6 +364,12 @@ class Engine:
 
     def export_weights(self, dtype: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         return self._answer("rlctl_export_weights", self._hooks.rlctl_export_weights(dtype=dtype))
+
+    def export_adapters(self, path: Path) -> bool:
+        """Write the adapters alone; False where the model has none."""
+        if not self.provides("rlctl_export_adapters"):
+            return False
+        return bool(self._hooks.rlctl_export_adapters(path=path))
 
     def move(self, device: str, *parts: str) -> None:
         self._hooks.rlctl_move(device=device, parts=parts)

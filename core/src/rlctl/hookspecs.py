@@ -116,7 +116,9 @@ class EngineSpecs:
         ``model``: the ``model`` section as a dict (path, config, init, dtype ...), ``seed``, from which random weights
         are drawn, and always ``model_type``, the head: ``language_model``, or ``value_model`` for one number a token. A
         value model is read through a :class:`rlctl.logits.ValueReader`; its weights are those of transformers' token
-        classifier with one label, ``score.weight`` ``[1, D]`` on top.
+        classifier with one label, ``score.weight`` ``[1, D]`` on top. ``lora`` (None, or a
+        :class:`rlctl.config.schema_lora.LoraConfig` as a dict) asks for adapters in the place of all weights: they alone are
+        trained and saved, and exports are merged. Only an engine that has ``rlctl_set_adapters`` is asked.
 
         ``optimizer``: the ``optim`` section; ``name`` is ``adamw`` (without AMSGrad) or ``sgd`` (no momentum), and
         an engine refuses with ConfigError what it has not; the rate goes by :func:`rlctl.schedule.lr_factor`.
@@ -164,6 +166,17 @@ class EngineSpecs:
     @hookspec(firstresult=True)
     def rlctl_set_mode(self, train: bool) -> bool:  # type: ignore[empty-body]
         """Switch between train and eval behaviour (dropout)."""
+
+    @hookspec(firstresult=True)
+    def rlctl_set_adapters(self, enabled: bool) -> bool:  # type: ignore[empty-body]
+        """Compute with the model's adapters (as after its start), or as the base model does without them, until told otherwise.
+
+        Called around forward-only passes: the base is the reference of a policy that trains adapters. False without adapters.
+        """
+
+    @hookspec(firstresult=True)
+    def rlctl_export_adapters(self, path: Path) -> bool:  # type: ignore[empty-body]
+        """Write the adapters alone as a directory that peft reads; collective. False without adapters."""
 
     @hookspec(firstresult=True)
     def rlctl_move(self, device: str, parts: Sequence[str]) -> bool:  # type: ignore[empty-body]
@@ -244,6 +257,8 @@ class EngineHooks(Protocol):
     def rlctl_optimizer_step(self) -> StepOutput: ...
     def rlctl_export_weights(self, *, dtype: str | None) -> Iterator[tuple[str, torch.Tensor]]: ...
     def rlctl_set_mode(self, *, train: bool) -> bool | None: ...
+    def rlctl_set_adapters(self, *, enabled: bool) -> bool | None: ...
+    def rlctl_export_adapters(self, *, path: Path) -> bool | None: ...
     def rlctl_move(self, *, device: str, parts: Sequence[str]) -> bool | None: ...
     def rlctl_save_state(self, *, path: Path) -> bool | None: ...
     def rlctl_load_state(self, *, path: Path) -> bool | None: ...

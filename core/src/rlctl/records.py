@@ -109,6 +109,7 @@ class BackendSpec:
         one_layout: engines of one process must have the same parallel sizes (the library keeps its groups in globals).
         one_engine: a process has one engine of it at a time.
         scores: of a rollout backend: its engine has ``rlctl_score``, so it can be a teacher.
+        lora: of a training backend: its engine trains adapters (``model.lora``) and has ``rlctl_set_adapters``.
     """
 
     name: str
@@ -130,6 +131,7 @@ class BackendSpec:
     routing_tests: Mapping[str, str] = field(default_factory=dict)
     one_engine: bool = False
     scores: bool = False
+    lora: bool = False
 
 
 class CheckStatus(StrEnum):

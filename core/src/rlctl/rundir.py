@@ -138,6 +138,10 @@ class RunDirectory:
         """The weights with the best validation score as a Hugging Face directory."""
         return self.path / "best"
 
+    def adapters_of(self, export: Path) -> Path:
+        """Beside an export of a model with adapters: the adapters alone, as peft reads them."""
+        return export.with_name(f"{export.name}_adapter")
+
     @property
     def warm_start(self) -> Path:
         return self.path / "warm_start"

@@ -48,11 +48,14 @@ NAMED: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         (1, 2, 2),
         {"family": "llama-tied", "split": "uneven", "engine": {"param_offload": True, "optimizer_offload": True}},
     ),
+    "lora-replicas": ((2, 2, 1), {"family": "qwen2", "split": "uneven", "lora": {}, "engine": {"activation_checkpointing": True}}),
+    "lora-usp": ((1, 2, 2), {"family": "llama", "split": "uneven", "lora": {"target_modules": ["q_proj", "down_proj"]}}),
     "usp-bfloat16": ((1, 2, 2), {"family": "llama", "split": "uneven", "engine": {"param_dtype": "bfloat16"}}),
 }  # fmt: skip
 NAMED_OF_TWO: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "usp-two": ((1, 1, 2), {"family": "llama-tied", "split": "even", "loss": "ppo", "prompts": True}),
     "usp-two-bfloat16": ((1, 1, 2), {"family": "qwen3", "split": "even", "engine": {"param_dtype": "bfloat16"}}),
+    "lora-usp-two": ((1, 1, 2), {"family": "qwen3", "split": "even", "lora": {"use_rslora": True}, "loss": "ppo"}),
     "replicas-two": ((2, 1, 1), {"family": "llama-tied", "split": "uneven"}),
 }
 

@@ -34,6 +34,11 @@ MAMBA = {
     "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
 
+LORA = {
+    "rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": "all-linear", "exclude_modules": None, "use_rslora": False,
+}  # fmt: skip
+"""``model.lora``, as a run hands it to the engine."""
+
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "split": "uneven"},
     "llama-tied": {"family": "llama-tied", "split": "uneven"},
@@ -59,6 +64,7 @@ CASES: dict[str, dict[str, Any]] = {
         "engine": {"param_offload": True, "optimizer_offload": True},
     },
     "bfloat16": {"family": "llama", "split": "uneven", "engine": {"param_dtype": "bfloat16"}},
+    "lora": {"family": "llama-tied", "split": "uneven", "lora": {"rank": 3}, "calls": 2},
 }
 
 
@@ -100,6 +106,8 @@ def run_case(
     model = dict(case["model"]) if "model" in case else model_section(case["family"])
     if model.get("path"):
         model["path"] = str(scratch / "directory")
+    if "lora" in case:
+        model |= {"lora": {**LORA, **case["lora"]}, "seed": 3}
     settings = {"device": device, "param_dtype": "float32", **case.get("engine", {})}
     engine = build_engine(model, case.get("optim"), topology=topology, **settings)
     if case.get("chunked"):

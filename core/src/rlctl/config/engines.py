@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from rlctl import catalogue
+from rlctl.config.adapters import adapter_problems
 from rlctl.config.axes import axis_problems, condition_problems, head_of, layout_problem
 from rlctl.config.document import Document, Loc, Origin, dotted
 from rlctl.config.engine_sections import ROLE_KINDS, config_model, find_of_role, kind_of_role
@@ -205,6 +206,7 @@ def _one_role(
     if head_of(role) not in spec.model_types:
         out.problems.append(_without_head(document, role, spec, home.plugins, derived))
         return
+    out.problems += adapter_problems(document, role, spec, home.plugins)
     if role == "teacher":
         out.problems += teacher_problems(document, spec, home.plugins)
     _engine_section(document, role, spec, home, out)

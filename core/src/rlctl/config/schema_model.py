@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveFloat, field_validator, model_validator
 
 from rlctl.config.base import MAX_COUNT, Count, CountOrZero, Momentum, Strict
+from rlctl.config.schema_lora import LoraConfig
 
 
 class ModelConfig(Strict):
@@ -33,6 +34,14 @@ class ModelConfig(Strict):
         default=False, description="Run the model's own code. Off unless you trust its source."
     )
     chat_template: str | None = Field(default=None, description="Jinja chat template that replaces the tokenizer's.")
+    lora: LoraConfig | None = Field(
+        default=None,
+        description="Train adapters in the place of all weights. dtype is then that of the frozen weights.",
+    )
+
+    def without_lora(self) -> ModelConfig:
+        """The same model, every weight of it."""
+        return self if self.lora is None else self.model_copy(update={"lora": None})
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:

@@ -95,6 +95,10 @@ class WarmStartConfig(Strict):
     )
     eval_freq: Count = Field(default=20, description="Steps between two looks at stop_at_score.")
     stop_at_score: float | None = Field(default=None, description="Stop once the sampled validation score reaches it.")
+    lora: bool = Field(
+        default=True,
+        description="With model.lora: train adapters here too, merged into the model that RL starts from. false: every weight.",
+    )
 
 
 class TeacherConfig(RefConfig):

@@ -18,10 +18,15 @@ WHOLE_GIB = 2.0
 
 @dataclass
 class ReferenceRole:
-    """A training engine built with ``forward_only``."""
+    """A training engine built with ``forward_only``, or the actor's own without its adapters.
+
+    Args:
+        base: ``engine`` is the actor's.
+    """
 
     engine: RemoteEngine
     plan: MicroBatchPlan
+    base: bool = False
 
     def score(self, batch: PackedBatch, *, whole: bool = False) -> dict[str, torch.Tensor]:
         """What the reference says of the batch's tokens, as item fields.
@@ -36,7 +41,7 @@ class ReferenceRole:
             EngineError: the whole distributions would take more than :data:`WHOLE_GIB`.
         """
         if not whole:
-            return {"ref_log_probs": self.engine.infer_batch(batch, self.plan, ("log_probs",))["log_probs"]}
+            return {"ref_log_probs": self._infer(batch, ("log_probs",))["log_probs"]}
         vocab, num = self.engine.info.vocab_size, batch.num_items
         size = 4 * vocab * num / 2**30
         if size > WHOLE_GIB:
@@ -47,5 +52,9 @@ class ReferenceRole:
                 next="set actor.kl_loss_type=k3+, an estimate from the sampled tokens with the gradient of the KL",
             )
         asked = batch.with_items(**{SCORE_IDS: torch.arange(vocab).expand(num, vocab)})
-        found = self.engine.infer_batch(asked, self.plan, ("log_probs", "log_probs_at"))
+        found = self._infer(asked, ("log_probs", "log_probs_at"))
         return {"ref_log_probs": found["log_probs"], "ref_log_probs_all": found["log_probs_at"]}
+
+    def _infer(self, batch: PackedBatch, want: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        infer = self.engine.infer_base if self.base else self.engine.infer_batch
+        return infer(batch, self.plan, want)

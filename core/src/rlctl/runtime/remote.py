@@ -129,9 +129,24 @@ class RemoteEngine:
             BatchError: as :meth:`train_batch`.
             EngineError: a replica answered for another number of tokens than it was given.
         """
+        return self._infer(batch, plan, want)
+
+    def infer_base(
+        self, batch: PackedBatch, plan: MicroBatchPlan, want: Sequence[str] = ("log_probs",)
+    ) -> dict[str, torch.Tensor]:
+        """As :meth:`infer_batch`, by the model without its adapters: the one that training started from.
+
+        Raises:
+            EngineError: it has none.
+        """
+        return self._infer(batch, plan, want, True)
+
+    def _infer(
+        self, batch: PackedBatch, plan: MicroBatchPlan, want: Sequence[str], *base: bool
+    ) -> dict[str, torch.Tensor]:
         self._check(batch, plan)
         parts, indices = self._split(batch)
-        arguments = [(self.role, part, plan, tuple(want)) for part in parts]
+        arguments = [(self.role, part, plan, tuple(want), *base) for part in parts]
         outputs = self.group.call_nd("infer_batch", self.places, arguments, doing=self._doing("infer_batch", batch))
         for dp_rank, (part, out) in enumerate(zip(parts, outputs, strict=True)):
             self._check_scores(dp_rank, part.num_items, want, out)
@@ -292,6 +307,10 @@ class RemoteEngine:
     def export_directory(self, dest: Path, model: ModelConfig, dtype: str | None = None) -> None:
         """Write the weights as a Hugging Face directory; rank 0 writes, so ``dest`` must be a place that it sees."""
         self.group.call("export_directory", self.role, model, dest, dtype)
+
+    def export_adapters(self, dest: Path) -> bool:
+        """Write the adapters alone, as peft reads them; False where the model has none."""
+        return all(self.group.call("export_adapters", self.role, dest))
 
     def save_state(self, path: Path) -> None:
         """Every rank writes its part below ``path``, which all ranks must see."""

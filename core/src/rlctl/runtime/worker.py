@@ -162,10 +162,12 @@ class Worker:
         return self.engines[role].train_batch(batch, loss_fn, plan, agg_mode, norm_length)
 
     @dispatch(Dispatch.ND_COMPUTE)
-    def infer_batch(self, role: str, batch: PackedBatch, plan: MicroBatchPlan, want: tuple[str, ...]) -> dict[str, Any]:
+    def infer_batch(
+        self, role: str, batch: PackedBatch, plan: MicroBatchPlan, want: tuple[str, ...], base: bool = False
+    ) -> dict[str, Any]:
         """Score this replica's rows; see :meth:`rlctl.engine.Engine.infer_batch`."""
         beat(rows=batch.num_rows, tokens=batch.num_items)
-        return self.engines[role].infer_batch(batch, plan, want)
+        return self.engines[role].infer_batch(batch, plan, want, base=base)
 
     @dispatch(Dispatch.ND_COMPUTE)
     def eval_loss(
@@ -308,6 +310,11 @@ class Worker:
 
         tokenizer = load_tokenizer(model)
         write_hf_directory(weights, model=model, tokenizer=tokenizer, dest=dest, dtype=dtype, head=engine.model_type)
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def export_adapters(self, role: str, dest: Path) -> bool:
+        """See :meth:`rlctl.engine.Engine.export_adapters`."""
+        return self.engines[role].export_adapters(dest)
 
     # ---- state ------------------------------------------------------------------------------------------------
     @dispatch(Dispatch.ONE_TO_ALL)

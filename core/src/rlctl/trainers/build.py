@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rlctl.algorithms.lookup import Algorithm
 from rlctl.config.schema import ModelConfig
 from rlctl.config.schema_critic import warmup_fault
+from rlctl.config.schema_lora import reference_is_base
 from rlctl.config.staleness import GREEDY
 from rlctl.data.lengths import fit_rows, model_positions
 from rlctl.data.prompts import PromptEncoder
@@ -161,13 +162,15 @@ def _build_rl(p: Prepared, run_dir: Path, *, resuming: bool, closing: ExitStack)
     actor = setup.build_train_engine(context, config.actor, model, name="actor", optim=optim)
     rollout = setup.build_rollout_engine(context, model)
     engines = {"actor": actor, "rollout": rollout}
-    reference = _build_reference(context, model)
-    if reference is not None:
+    reference = _build_reference(context, model, actor)
+    if reference is not None and not reference.base:
         engines["ref"] = reference.engine
     models = {"actor": model}
-    critic = build_critic(context, p.critic or model, p.total_steps)
+    # The actor's adapters are not the critic's: without a section of its own it trains every weight.
+    start = p.critic or model.without_lora()
+    critic = build_critic(context, start, p.total_steps)
     if critic is not None:
-        engines["critic"], models["critic"] = critic.role.engine, p.critic or model
+        engines["critic"], models["critic"] = critic.role.engine, start
     teacher = teachers.build_teachers(context, teacher_models, actor)
     if teacher is not None:
         engines |= {teachers.engine_name(name): engine for name, engine in teacher.engines.items()}
@@ -220,10 +223,13 @@ def _ahead(p: Prepared, rollout: RolloutRole, actor: RemoteEngine) -> Ahead | No
     return ahead
 
 
-def _build_reference(context: setup.Context, model: ModelConfig) -> ReferenceRole | None:
+def _build_reference(context: setup.Context, model: ModelConfig, actor: RemoteEngine) -> ReferenceRole | None:
     config, ref = context.config, context.config.ref
     if not config.needs_reference:
         return None
+    if reference_is_base(config):
+        context.reporter.message("the reference is the actor's model without its adapters: no second one is built")
+        return ReferenceRole(actor, setup.token_plan(ref, config), base=True)
     engine = setup.build_train_engine(
         context,
         ref,

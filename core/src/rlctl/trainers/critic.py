@@ -82,7 +82,7 @@ def find_critic(
     if section is None:
         return None
     own = None if section.model is None else resolve_model_source(section.model, notice=context.reporter.message)
-    _spec(context, section, own or model)
+    _spec(context, section, own or model.without_lora())
     if own is not None:
         require_tokens_of_actor(tokenizer, load_tokenizer(own))
     return own

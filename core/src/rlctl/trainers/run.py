@@ -221,6 +221,8 @@ class Runner:
 
     def _export(self, dest: Path, role: str = "actor") -> None:
         self.engines[role].export_directory(dest.absolute(), self.models[role])
+        if self.models[role].lora is not None and role == "actor":
+            self.engines[role].export_adapters(self.run.adapters_of(dest).absolute())
 
     def _parts(self) -> dict[str, RemoteEngine]:
         """Engines that learn beside the actor's, by their name in a checkpoint."""

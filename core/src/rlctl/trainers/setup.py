@@ -161,7 +161,8 @@ def _spec(
         role=name,
         kind=str(kind),
         backend=record.spec.name,
-        model={**model.model_dump(), "seed": context.config.trainer.seed},
+        # Adapters are for training: every other engine holds the model that they are trained on, or what they were merged into.
+        model={**(model.without_lora() if optim is None else model).model_dump(), "seed": context.config.trainer.seed},
         engine=dict(section),
         axes=sizes,
         optimizer=None if optim is None else optim.model_dump(),

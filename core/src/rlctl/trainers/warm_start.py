@@ -51,10 +51,12 @@ def warm_start(
     """
     settings = context.config.warm_start
     assert settings is not None
-    return supervised_start(
-        context, model, encoder, scorer, train_rows, val_rows, dest,
+    start = model if settings.lora else model.without_lora()
+    trained = supervised_start(
+        context, start, encoder, scorer, train_rows, val_rows, dest,
         settings=settings, role=context.config.actor, name="warm_start", words="warm start",
     )  # fmt: skip
+    return trained.model_copy(update={"lora": model.lora})
 
 
 def supervised_start(

@@ -180,3 +180,26 @@ def _from_config(config: PretrainedConfig, model: Mapping[str, Any], dtype: torc
             f"transformers builds no {kind} of type {config.model_type!r}",
             found=str(error).split("\n")[0],
         ) from error
+
+
+def compute_dtype(param_dtype: str, master: torch.dtype, device: torch.device) -> torch.dtype:
+    """dtype of the computation, from ``engine.param_dtype``."""
+    if param_dtype != "auto":
+        return DTYPES[param_dtype]
+    return master if device.type == "cpu" else torch.bfloat16
+
+
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Keep only each layer's input for the backward pass.
+
+    Raises:
+        EngineError: the model cannot.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise EngineError(
+            f"{type(model).__name__} has no activation checkpointing",
+            found="engine.activation_checkpointing=true",
+            wanted="a model whose layers support it",
+            next="set actor.engine.activation_checkpointing=false",
+        )
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

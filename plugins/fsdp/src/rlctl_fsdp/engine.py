@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,6 +35,9 @@ from rlctl_fsdp import build, place, shard, state
 from rlctl_fsdp.config import FSDPConfig
 from rlctl_fsdp.export import export_weights
 from rlctl_fsdp.inspection import Inspection, Surroundings, inspect_model
+from rlctl_fsdp.lora.adapters import Adapters
+from rlctl_fsdp.lora.inject import add_adapters
+from rlctl_fsdp.lora.merge import is_adapter
 from rlctl_fsdp.optim import Stepper
 from rlctl_fsdp.phases import phase
 
@@ -51,6 +55,7 @@ class FSDPEngine:
         self._compute = torch.float32
         self._seen = Inspection()
         self._routing: Routing | None = None
+        self._adapters: Adapters | None = None
         self._train = False
         self._value = False
         self._host = offload.Whereabouts()
@@ -68,21 +73,26 @@ class FSDPEngine:
     def rlctl_engine_init(
         self, mesh: MeshInfo, model: Mapping[str, Any], optimizer: Mapping[str, Any] | None, forward_only: bool
     ) -> EngineInfo:
-        """See :class:`rlctl.hookspecs.EngineSpecs`. ``model`` may carry ``seed`` for random weights (default 0) and
-        ``model_type``, the head."""
+        """See :class:`rlctl.hookspecs.EngineSpecs`. ``model`` may carry ``seed`` for random weights (default 0),
+        ``model_type``, the head, and ``lora``, adapters that are trained in the place of all weights."""
         attention.register()
         self._value = build.is_value_model(model)
         place.check_heads(self._topology, model)
         device, config = self._place.device, self._config
         master = build.master_dtype(model)
-        self._compute = _compute_dtype(config, master, device)
+        self._compute = build.compute_dtype(config.param_dtype, master, device)
         with phase("init"):
-            self._root = self._build_root(model, master)
+            lora = None if forward_only else model.get("lora")
+            self._root = self._build_root(model, lora)
             hf = self._root.model
-            hf.requires_grad_(not forward_only)
+            if lora:
+                self._adapters = Adapters(hf, lora, model.get("path"), value=self._value)
+                self._adapters.seed_dropout(int(model.get("seed") or 0), mesh.rank)
+            else:
+                hf.requires_grad_(not forward_only)
             hf.eval()
             if config.activation_checkpointing and not forward_only:
-                _checkpoint_layers(hf)
+                build.checkpoint_layers(hf)
             routing = Routing(hf)
             self._seen = self._inspect()
             self._routing = routing if routing.note is not None else None
@@ -91,21 +101,26 @@ class FSDPEngine:
                 self._stepper = Stepper(trained, optimizer or {})
         self._host = offload.Whereabouts(device, config.param_offload, config.optimizer_offload)
         self._host.rest(self._root, self._stepper)
+        self._check_adapters()
         return EngineInfo(
-            num_parameters=sum(p.numel() for p in hf.parameters()),
+            num_parameters=sum(p.numel() for n, p in hf.named_parameters() if not is_adapter(n)),
             vocab_size=self._seen.vocab_size,
             model_family=str(hf.config.model_type),
             notes=self._notes(),
         )
 
-    def _build_root(self, model: Mapping[str, Any], master: torch.dtype) -> Root:
-        device, mesh = self._place.device, self._place.mesh
+    def _build_root(self, model: Mapping[str, Any], lora: Mapping[str, Any] | None) -> Root:
+        device, mesh, seed = self._place.device, self._place.mesh, int(model.get("seed") or 0)
+
+        def adapted(hf: PreTrainedModel) -> PreTrainedModel:
+            return add_adapters(hf, lora, seed) if lora else hf
+
         if mesh is None:
-            root = Root(build.build_whole(model, int(model.get("seed") or 0)))
+            root = Root(adapted(build.build_whole(model, seed)))
             return root if device.type == "cpu" else root.to(device)
         # Every rank starts from the empty structure; only rank 0 reads (or draws) weights, so the host holds them once.
-        root = Root(build.build_empty(model))
-        source = shard.on_first_rank(lambda: build.build_whole(model, int(model.get("seed") or 0)))
+        root = Root(adapted(build.build_empty(model)))
+        source = shard.on_first_rank(lambda: adapted(build.build_whole(model, seed)))
         reduce = torch.float32 if self._config.reduce_dtype == "auto" else build.DTYPES[self._config.reduce_dtype]
         shard.shard(root, mesh, self._compute, reduce, self._config.reshard_after_forward)
         shard.materialize(root, source, device)
@@ -140,6 +155,8 @@ class FSDPEngine:
             "compute_dtype": str(self._compute).removeprefix("torch."),
             "wrap": self._wrap_note(),
         }
+        if self._adapters is not None:
+            notes["lora"] = self._adapters.note()
         if self._routing is not None and self._routing.note is not None:
             notes["experts"] = self._routing.note
         if self._place.ulysses is not None:
@@ -156,6 +173,34 @@ class FSDPEngine:
         replicas = self._topology.dp_replicate
         shards = f"fully_shard over {self._mesh.world_size // replicas} ranks"
         return shards if replicas == 1 else f"{shards}, {replicas} replicas"
+
+    # ---- adapters ---------------------------------------------------------------------------------------------
+    def _check_adapters(self) -> None:
+        """Refuse adapters that change nothing. Collective."""
+        if self._adapters is not None:
+            largest = partial(ranks.reduce_values, op="max", device=self._place.device) if self._place.mesh else list
+            clear = self._trained().optimizer.zero_grad
+            self._adapters.check_effect(self.rlctl_forward_backward, self._seen.vocab_size, largest, clear)
+
+    @hookimpl
+    def rlctl_set_adapters(self, enabled: bool) -> bool:
+        """See :class:`rlctl.hookspecs.EngineSpecs`."""
+        if self._adapters is None:
+            return False
+        self._adapters.switch(enabled)
+        return True
+
+    @hookimpl
+    def rlctl_export_adapters(self, path: Path) -> bool:
+        """See :class:`rlctl.hookspecs.EngineSpecs`."""
+        if self._adapters is None:
+            return False
+        self._reshard()
+        with phase("export"):
+            self._host.model_in(self._built())
+            self._adapters.write(path, writer=self._mesh.rank == 0)
+        self._host.rest(self._built(), None)
+        return True
 
     # ---- running ----------------------------------------------------------------------------------------------
     @hookimpl
@@ -317,7 +362,8 @@ class FSDPEngine:
         """See :class:`rlctl.hookspecs.EngineSpecs`."""
         self._reshard()
         mesh = self._mesh
-        state.save_state(path, self._built(), self._trained(), mesh.rank, mesh.world_size, self._place.device)
+        base = None if self._adapters is None else self._adapters.fingerprint()
+        state.save_state(path, self._built(), self._trained(), mesh.rank, mesh.world_size, self._place.device, base)
         return True
 
     @hookimpl
@@ -326,8 +372,10 @@ class FSDPEngine:
         self._reshard()
         root, stepper, mesh = self._built(), self._trained(), self._mesh
         self._host.model_in(root)
-        state.load_state(path, root, stepper, mesh.rank, mesh.world_size, self._place.device)
+        base = None if self._adapters is None else self._adapters.fingerprint()
+        state.load_state(path, root, stepper, mesh.rank, mesh.world_size, self._place.device, base)
         self._host.rest(root, stepper)
+        self._check_adapters()
         return True
 
     @hookimpl
@@ -365,20 +413,3 @@ class FSDPEngine:
                 "this engine has no optimizer", found="forward_only=True at its start", wanted="an optimizer"
             )
         return self._stepper
-
-
-def _compute_dtype(config: FSDPConfig, master: torch.dtype, device: torch.device) -> torch.dtype:
-    if config.param_dtype != "auto":
-        return build.DTYPES[config.param_dtype]
-    return master if device.type == "cpu" else torch.bfloat16
-
-
-def _checkpoint_layers(model: PreTrainedModel) -> None:
-    if not model.supports_gradient_checkpointing:
-        raise EngineError(
-            f"{type(model).__name__} has no activation checkpointing",
-            found="engine.activation_checkpointing=true",
-            wanted="a model whose layers support it",
-            next="set actor.engine.activation_checkpointing=false",
-        )
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

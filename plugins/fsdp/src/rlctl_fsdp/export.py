@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlctl_fsdp.build import DTYPES
+from rlctl_fsdp.lora.merge import Merged, Reader
 
 
 def persistent_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -24,15 +24,21 @@ def export_weights(model: PreTrainedModel, dtype: str | None) -> Iterator[tuple[
     """Iterate over (checkpoint name, whole tensor). Every rank must iterate to the end: gathering is collective.
 
     Tensors of one parent module are gathered together, because some models keep several checkpoint tensors fused in one
-    weight (experts) or the other way round. Without sharding or ``dtype`` they share memory with the live weights.
+    weight (experts) or the other way round. Without sharding or ``dtype`` they share memory with the live weights, apart from
+    those that an adapter is merged into.
+
+    Raises:
+        GuardError: adapters are at work and nothing that was yielded shows it; after the last tensor.
     """
     wanted = None if dtype is None else DTYPES[dtype]
-    groups: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in persistent_tensors(model).items():
-        groups.setdefault(name.rpartition(".")[0], {})[name] = tensor
+    merged = Merged(model, persistent_tensors(model), wanted)
+    groups: dict[str, dict[str, Reader]] = {}
+    for name, read in merged.readers.items():
+        groups.setdefault(name.rpartition(".")[0], {})[name] = read
     for group in groups.values():
-        whole = {n: t.full_tensor() if isinstance(t, DTensor) else t.detach() for n, t in group.items()}
+        whole = {n: read() for n, read in group.items()}
         for name, tensor in revert_weight_conversion(model, whole).items():
             if wanted is not None and tensor.is_floating_point():
                 tensor = tensor.to(wanted)
             yield name, tensor
+    merged.check()

@@ -93,8 +93,9 @@ def rlctl_backends() -> list[BackendSpec]:
             imports=("torch", "transformers", "torch.distributed.fsdp", "rlctl_fsdp.engine"),
             install_hint=INSTALL_HINT,
             aliases=("fsdp",),
-            summary="PyTorch FSDP2: any Hugging Face causal LM, critics, packed rows, one rank or many, HSDP and Ulysses",
+            summary="PyTorch FSDP2: any Hugging Face causal LM, critics, LoRA, packed rows, one rank or many, HSDP and Ulysses",
             routing_tests={"npu": _ON_A_DOUBLE},
+            lora=True,
         ),
         BackendSpec(
             name="hf",

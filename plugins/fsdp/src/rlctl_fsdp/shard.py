@@ -39,9 +39,10 @@ def shard(root: Root, mesh: DeviceMesh, compute: torch.dtype, reduce: torch.dtyp
     Raises:
         EngineError: a weight is shared between two layers.
     """
-    master = next(root.parameters()).dtype
+    # Adapters may be kept in another dtype than the frozen weights around them.
+    plain = {parameter.dtype for parameter in root.parameters()} == {compute}
     policy = MixedPrecisionPolicy(
-        param_dtype=None if compute == master else compute, reduce_dtype=None if reduce == compute else reduce
+        param_dtype=None if plain else compute, reduce_dtype=None if reduce == compute else reduce
     )
     for layer in find_layers(root.model):
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)

@@ -1,6 +1,7 @@
 """Model, optimizer, schedule and random state of all ranks, through torch.distributed.checkpoint.
 
-Keys: ``model.<name>`` for weights and kept buffers, ``optim.<name>.<moment>`` for AdamW's moments and step counts. Each
+Keys: ``model.<name>`` for weights and kept buffers (of a model with adapters for what is trained alone: the base comes from where
+the run took it, and a fingerprint says whether it is the same), ``optim.<name>.<moment>`` for AdamW's moments and step counts. Each
 rank's random state is a file of its own, ``rng_<rank>.safetensors``; ``engine.json`` holds the small numbers.
 """
 
@@ -32,12 +33,17 @@ _WHOLE = f"weights, and {', '.join(_MOMENTS)} of every trained weight"
 _NUMBERS = "engine.json"
 
 
-def save_state(path: Path, root: Root, stepper: Stepper, rank: int, world_size: int, device: torch.device) -> None:
+def save_state(
+    path: Path, root: Root, stepper: Stepper, rank: int, world_size: int, device: torch.device, base: str | None = None
+) -> None:
     """Write everything below ``path``; collective over all ranks of the engine.
+
+    Args:
+        base: fingerprint of frozen weights under adapters; None where every weight is trained.
 
     One rank saves for itself, also in a process that belongs to a larger group for other reasons.
     """
-    tensors: dict[str, Any] = {f"model.{n}": t for n, t in persistent_tensors(root.model).items()}
+    tensors = _weights(root, stepper, base)
     for name, parameter in stepper.parameters.items():
         for moment, value in stepper.optimizer.state.get(parameter, {}).items():
             tensors[f"optim.{name}.{moment}"] = value
@@ -46,17 +52,25 @@ def save_state(path: Path, root: Root, stepper: Stepper, rank: int, world_size: 
         save(tensors, checkpoint_id=path, no_dist=world_size == 1)
     save_file(_random_state(device), path / f"rng_{rank:05d}.safetensors")
     if rank == 0:
-        numbers = {"num_steps": stepper.num_steps, "world_size": world_size, "has_moments": _has_moments(stepper)}
+        numbers = {
+            "num_steps": stepper.num_steps,
+            "world_size": world_size,
+            "has_moments": _has_moments(stepper),
+            "base": base,
+        }
         (path / _NUMBERS).write_text(json.dumps(numbers, indent=1))
     if world_size > 1:
         dist.barrier()
 
 
-def load_state(path: Path, root: Root, stepper: Stepper, rank: int, world_size: int, device: torch.device) -> None:
+def load_state(
+    path: Path, root: Root, stepper: Stepper, rank: int, world_size: int, device: torch.device, base: str | None = None
+) -> None:
     """Read what :func:`save_state` wrote, in place.
 
     Raises:
-        CheckpointError: files, weights, moments or step counts are missing, or the world size is another one.
+        CheckpointError: files, weights, moments or step counts are missing, the world size is another one, or adapters
+            belong to another base model.
     """
     numbers = _numbers(path)
     if numbers["world_size"] != world_size:
@@ -66,7 +80,8 @@ def load_state(path: Path, root: Root, stepper: Stepper, rank: int, world_size: 
             wanted=f"{world_size} ranks",
             next=f"resume with --nproc {numbers['world_size']}",
         )
-    targets: dict[str, Any] = {f"model.{n}": t for n, t in persistent_tensors(root.model).items()}
+    _same_base(numbers.get("base"), base)
+    targets = _weights(root, stepper, base)
     moments = _empty_moments(stepper) if numbers["has_moments"] else {}
     for name, state in moments.items():
         targets |= {f"optim.{name}.{moment}": value for moment, value in state.items()}
@@ -78,6 +93,24 @@ def load_state(path: Path, root: Root, stepper: Stepper, rank: int, world_size: 
         stepper.optimizer.state[stepper.parameters[name]] = state
     stepper.num_steps = int(numbers["num_steps"])
     _restore_random_state(path / f"rng_{rank:05d}.safetensors", device)
+
+
+def _weights(root: Root, stepper: Stepper, base: str | None) -> dict[str, Any]:
+    held = persistent_tensors(root.model) if base is None else stepper.parameters
+    return {f"model.{n}": t for n, t in held.items()}
+
+
+def _same_base(stored: str | None, mine: str | None) -> None:
+    if stored == mine:
+        return
+    words = "all weights" if stored is None else "adapters"
+    raise CheckpointError(
+        "the checkpoint does not belong to this model",
+        found=f"{words} in the checkpoint, "
+        + ("adapters on another base model here" if stored and mine else "adapters here" if mine else "none here"),
+        wanted="the base model and the model.lora that it was written with",
+        next="resume with the run's own model.path and model.lora",
+    )
 
 
 @contextmanager

@@ -1,0 +1,65 @@
+"""The ``model.lora`` section: adapters in the place of all weights, and what it asks of the other sections. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field, PositiveFloat
+
+from rlctl.config.base import Count, Strict
+
+if TYPE_CHECKING:
+    from rlctl.config.schema import RunConfig
+
+Names = Annotated[list[str], Field(min_length=1)]
+
+
+class LoraConfig(Strict):
+    """Low-rank adapters (LoRA): they are trained, the model's own weights stay as they are. {} takes the defaults."""
+
+    rank: Count = Field(default=16, description="Rank of every adapter.")
+    alpha: PositiveFloat = Field(
+        default=32.0,
+        description="An adapter's output is multiplied by alpha / rank (alpha / sqrt(rank) with use_rslora).",
+    )
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="Share of an adapter's inputs that training leaves out."
+    )
+    target_modules: str | Names = Field(
+        default="all-linear",
+        description="Layers that get an adapter. all-linear: every linear layer but the head; a list: names, or ends of names; "
+        "other text: a regular expression for whole names.",
+    )
+    exclude_modules: str | Names | None = Field(
+        default=None, description="Layers that get none, by a list of names or a regular expression."
+    )
+    use_rslora: bool = Field(default=False, description="Divide alpha by the root of the rank.")
+
+
+def lora_faults(config: RunConfig) -> list[str]:
+    """What is wrong with adapters in ``config``, one line each."""
+    faults: list[str] = []
+    teacher = config.teacher
+    if teacher is not None:
+        sections = {"teacher.model": teacher.model, **{f"teacher.models.{k}": m for k, m in teacher.models.items()}}
+        faults += [
+            f"{path}.lora has nothing to do: a teacher is never trained by adapters; take {path}.lora out"
+            for path, model in sections.items()
+            if model is not None and model.lora is not None
+        ]
+    return faults
+
+
+def reference_is_base(config: RunConfig) -> bool:
+    """Whether the reference is the actor's own model without its adapters, so that no second one is built.
+
+    It is where both live in the same processes on one backend in one layout. Its own ``engine`` section then does nothing.
+    """
+    ref, actor = config.ref, config.actor
+    return (
+        config.needs_reference
+        and config.model.lora is not None
+        and config.pool_of("ref") == config.pool_of("actor")
+        and config.backend_of("ref") == config.backend_of("actor")
+        and ref.parallel == actor.parallel
+    )
