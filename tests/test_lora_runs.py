@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import torch
 from test_trainers_exact import numbers, train, weights
 from transformers import AutoModelForCausalLM
 
+from rlctl.config.load import load_config
+from rlctl.config.schema_lora import LoraConfig, reference_is_base
 from rlctl.errors import RlctlError
+from rlctl.plugins import load_plugins
 from rlctl.trainers import build
 from rlctl.trainers.run import Runner
 
@@ -117,6 +121,18 @@ def test_sft_trains_adapters(tmp_path):
     result = train(tmp_path / "run", *LORA[:1], "actor.optim.lr=2e-2", *steps)
     assert result.history[-1]["train/loss"] < result.history[0]["train/loss"] - 0.1
     assert (tmp_path / "run" / "export_adapter" / "adapter_config.json").is_file()
+
+
+def test_the_pages_configuration_is_one(tmp_path):
+    page = (Path(__file__).parents[1] / "docs" / "lora.md").read_text()
+    (tmp_path / "my-model").mkdir()
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "run.yaml").write_text(page.partition("```yaml\n")[2].partition("```")[0])
+    config = load_config(str(tmp_path / "run.yaml"), plugins=load_plugins()).config
+    assert config.model.lora == LoraConfig(), "the page writes the defaults down"
+    assert reference_is_base(config)
+    table = page.partition("| key | default")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", table)) >= set(LoraConfig.model_fields) - {"use_rslora"}
 
 
 def test_targets_that_do_not_fit_stop_the_run_in_words(tmp_path):

@@ -17,6 +17,7 @@ from rlctl.errors import ConfigError, EngineError
 from rlctl.generation import Completion, FinishReason, GenerateRequest, SamplingParams, ScoreRequest
 from rlctl.hookspecs import EngineHooks, EngineSpecs, hookimpl
 from rlctl.logits import LossOutput
+from rlctl.microbatch import MicroBatchPlan
 from rlctl.records import BackendKind
 from rlctl.topology import Topology
 
@@ -366,3 +367,42 @@ def test_load_target_imports_by_name() -> None:
         load_target("rlctl.no_such_module:X")
     with pytest.raises(AttributeError):
         load_target("rlctl.topology:NoSuchClass")
+
+
+# ---- adapters -----------------------------------------------------------------------------------------------------
+class Adapted(ToyTrain):
+    """Writes down what it is told of its adapters, and what it computed meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[object] = []
+
+    @hookimpl
+    def rlctl_set_adapters(self, enabled: bool) -> bool:
+        self.told.append(enabled)
+        return True
+
+    @hookimpl
+    def rlctl_forward_backward(self, micro_batches: Sequence[PackedBatch], loss_fn: Any) -> list[Any] | None:
+        self.told.append("pass")
+        return super().rlctl_forward_backward(micro_batches, loss_fn)
+
+
+def test_adapters_are_asked_only_of_an_engine_that_has_them() -> None:
+    def build(provider: ToyTrain, lora: object) -> None:
+        Engine(provider, BackendKind.TRAIN, "toy").build(Topology(), {}, {"lora": lora}, {})
+
+    with pytest.raises(EngineError, match="trains no adapters: it would train every weight"):
+        build(ToyTrain(), {"rank": 4})
+    build(ToyTrain(), None)
+    build(Adapted(), {"rank": 4})
+
+
+def test_the_base_model_answers_while_its_adapters_are_off() -> None:
+    provider = Adapted()
+    engine = built(provider)
+    engine.infer_batch(batch_of([3]), MicroBatchPlan(max_rows=1))
+    engine.infer_batch(batch_of([3]), MicroBatchPlan(max_rows=1), base=True)
+    assert provider.told == ["pass", False, "pass", True]
+    with pytest.raises(EngineError, match="cannot score as its base model"):
+        built(ToyTrain()).infer_batch(batch_of([3]), MicroBatchPlan(max_rows=1), base=True)

@@ -27,7 +27,7 @@ LIGHT = """
                 for head in heads
             ),
             requirements=(), imports=("cfgtoy_engine",), install_hint="pip install cfgtoy", aliases=aliases,
-            one_layout=name == "grid",
+            one_layout=name == "grid", lora=name == "plain",
         )
 
     @hookimpl

@@ -585,3 +585,34 @@ def test_what_is_left_to_their_defaults_and_another_metric_are_noted() -> None:
     assert "score" in metric
     assert len(migrate(text.replace("METRIC", "score"), "verl.yaml").notes) == 1
     assert migrate("data: {train_batch_size: 4}", "ours.yaml").notes == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "lora", "needless"),
+    [
+        ("actor_rollout_ref: {model: {lora_rank: 8, target_modules: all-linear}}",
+         {"rank": 8, "alpha": 16, "target_modules": "all-linear"}, []),
+        ("actor_rollout_ref: {model: {lora_rank: 8, lora_alpha: 64, target_modules: [q_proj], exclude_modules: null}}",
+         {"rank": 8, "alpha": 64, "target_modules": ["q_proj"]}, ["actor_rollout_ref.model.exclude_modules"]),
+        ("actor_rollout_ref: {model: {lora_rank: 0, lora_alpha: 64, target_modules: all-linear}}", None,
+         ["actor_rollout_ref.model.lora_alpha", "actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.target_modules"]),
+        ("{use_peft: true, lora_target_modules: [all-linear]}",
+         {"rank": 16, "alpha": 32, "dropout": 0.05, "target_modules": "all-linear"}, []),
+        ("{use_peft: true, lora_r: 4, lora_alpha: 8, lora_dropout: 0.1, use_rslora: true, lora_task_type: CAUSAL_LM}",
+         {"rank": 4, "alpha": 8, "dropout": 0.1, "use_rslora": True}, ["lora_task_type"]),
+        ("{use_peft: false, lora_r: 4}", None, ["lora_r", "use_peft"]),
+        ("{lora_r: 4}", None, ["lora_r"]),
+    ],
+)  # fmt: skip
+def test_adapters_are_translated_where_they_were_on(
+    text: str, lora: dict[str, Any] | None, needless: list[str]
+) -> None:
+    result = migrate(text, "old.yaml")
+    assert result.values.get("model", {}).get("lora") == lora
+    assert sorted(left.path for left in result.left_out if left.needless) == needless
+    assert all(left.needless for left in result.left_out)
+
+
+def test_what_adapters_cannot_do_here_is_said() -> None:
+    result = migrate("{use_peft: true, use_dora: true, lora_modules_to_save: [lm_head]}", "old.yaml")
+    assert {left.path: left.needless for left in result.left_out} == {"use_dora": False, "lora_modules_to_save": False}

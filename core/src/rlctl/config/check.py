@@ -52,10 +52,11 @@ def check(
         else:
             return (None if problems else result), problems
         taken_away, later = False, set[str]()
-        for fault in faults:
-            if _emptied(fault, faults):
-                continue
-            loc = (*prefix, *_real_loc(fault["loc"], tree))
+        gone: list[Loc] = []
+        # Places first: in a tree without the value, the name of a union's branch looks like a key.
+        for fault, loc in [(fault, (*prefix, *_real_loc(fault["loc"], tree))) for fault in faults]:
+            if _emptied(fault, faults) or any(loc[: len(place)] == place for place in gone):
+                continue  # also another branch of a union that has complained of this value
             for problem, names, places in _problems(fault, loc, document, engines, hint, model, len(prefix)):
                 if _consequence(fault, problem, removed):
                     # Taken away too, so that complaints of its absence are consequences again: those that come later.
@@ -65,6 +66,7 @@ def check(
                         problems.append(problem)
                     removed |= names
                 for place in places:
+                    gone += [place] if place else []
                     taken_away |= _remove(tree, place[len(prefix) :])
         removed |= later
         if not taken_away:

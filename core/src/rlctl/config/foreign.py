@@ -109,6 +109,13 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "rollout_is": ("algorithm.rollout_correction.rollout_is", ""),
     "rollout_rs": ("algorithm.rollout_correction.rollout_rs", ""),
     "bypass_mode": ("algorithm.rollout_correction.bypass_mode", ""),
+    "lora_rank": ("model.lora.rank", ""),
+    "lora_r": ("model.lora.rank", ""),
+    "lora_alpha": ("model.lora.alpha", ""),
+    "lora_dropout": ("model.lora.dropout", ""),
+    "lora_target_modules": ("model.lora.target_modules", ""),
+    "target_modules": ("model.lora.target_modules", ""),
+    "use_peft": ("model.lora", "the section is what switches adapters on"),
     "gae_lambda": ("algorithm.lam", ""),
     "gpu_memory_utilization": ("rollout.engine", "the key of the rollout backend's own section"),
 }

@@ -12,6 +12,7 @@ from rlctl.config.document import Document, Loc, Origin, PlaceError, dotted, lea
 from rlctl.config.foreign import our_path
 from rlctl.config.migrate_correction_rules import RULES as CORRECTION_RULES
 from rlctl.config.migrate_kinds import Left, UnclearSwitchError
+from rlctl.config.migrate_lora_rules import RULES as LORA_RULES
 from rlctl.config.migrate_reward_rules import RULES as REWARD_RULES
 from rlctl.config.migrate_rules import RULES as VERL_RULES
 from rlctl.config.migrate_rules import SECTIONS
@@ -24,7 +25,7 @@ from rlctl.config.suggest import for_key
 from rlctl.config.yaml_dump import dump
 from rlctl.config.yaml_source import parse, parse_value
 
-RULES = {**VERL_RULES, **REWARD_RULES, **CORRECTION_RULES, **TRL_RULES}
+RULES = {**VERL_RULES, **REWARD_RULES, **CORRECTION_RULES, **LORA_RULES, **TRL_RULES}
 _WRAPPER = "actor_rollout_ref"
 _DEFAULTS = ("data.train_batch_size", "actor.ppo_mini_batch_size", "rollout.n", "trainer.total_epochs")
 """Keys that have defaults in both and on which a run's numbers rest."""

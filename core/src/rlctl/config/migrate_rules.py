@@ -198,7 +198,6 @@ RULES: dict[str, Rule] = {
     "model.use_remove_padding": needless("batches are always packed"),
     "model.custom_chat_template": unless(None, "model.chat_template"),
     "model.tokenizer_path": unless(None, "model.tokenizer"),
-    "model.lora_rank": off_is_needless("no adapters", "adapters are not built yet"),
     # ---- verl: actor
     "actor.strategy": words("actor.backend", _BACKENDS, _NO_BACKEND),
     "actor.megatron.sequence_parallel": to("actor.parallel.sp"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from pydantic import Field, PositiveFloat
 
@@ -10,8 +10,6 @@ from rlctl.config.base import Count, Strict
 
 if TYPE_CHECKING:
     from rlctl.config.schema import RunConfig
-
-Names = Annotated[list[str], Field(min_length=1)]
 
 
 class LoraConfig(Strict):
@@ -25,12 +23,12 @@ class LoraConfig(Strict):
     dropout: float = Field(
         default=0.0, ge=0, lt=1, description="Share of an adapter's inputs that training leaves out."
     )
-    target_modules: str | Names = Field(
+    target_modules: str | list[str] = Field(
         default="all-linear",
         description="Layers that get an adapter. all-linear: every linear layer but the head; a list: names, or ends of names; "
         "other text: a regular expression for whole names.",
     )
-    exclude_modules: str | Names | None = Field(
+    exclude_modules: str | list[str] | None = Field(
         default=None, description="Layers that get none, by a list of names or a regular expression."
     )
     use_rslora: bool = Field(default=False, description="Divide alpha by the root of the rank.")
@@ -39,6 +37,14 @@ class LoraConfig(Strict):
 def lora_faults(config: RunConfig) -> list[str]:
     """What is wrong with adapters in ``config``, one line each."""
     faults: list[str] = []
+    adapted = {"model.lora": config.model.lora}
+    if config.critic is not None and config.critic.model is not None:
+        adapted["critic.model.lora"] = config.critic.model.lora
+    faults += [
+        f"{path}.target_modules names no layer: set it to all-linear"
+        for path, lora in adapted.items()
+        if lora is not None and not lora.target_modules
+    ]
     teacher = config.teacher
     if teacher is not None:
         sections = {"teacher.model": teacher.model, **{f"teacher.models.{k}": m for k, m in teacher.models.items()}}

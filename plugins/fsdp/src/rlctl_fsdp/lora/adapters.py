@@ -34,7 +34,7 @@ class Adapters:
 
     def __init__(self, model: PreTrainedModel, section: Mapping[str, Any], source: str | None, *, value: bool) -> None:
         self._model, self._section, self._source, self._value = model, section, source, value
-        self._base = [layer.base_layer.weight for _, layer in adapted_layers(model)]
+        self._base: list[Any] = [layer.base_layer.weight for _, layer in adapted_layers(model)]
         self._num_layers = len(self._base)
 
     def note(self) -> str:

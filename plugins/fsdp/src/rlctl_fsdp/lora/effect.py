@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from rlctl.batch import PackedBatch, pack
 from rlctl.errors import EngineError
-from rlctl_fsdp.lora.inject import NAME, adapted_layers
+from rlctl_fsdp.lora.inject import NAME, adapted_layers, parts
 
 _ROWS, _TOKENS = 2, 16
 _LEAST_CHANGE = 1e-5
@@ -44,7 +44,7 @@ def perturbed(model: nn.Module) -> Iterator[None]:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for _, layer in adapted_layers(model):
-            up = _local(layer.lora_B[NAME].weight)
+            up = _local(parts(layer)[1])
             saved.append((up, up.clone()))
             size = 1 / (layer.scaling[NAME] * layer.r[NAME] ** 0.5)
             up.copy_(torch.randn(up.shape, generator=generator) * size)
@@ -109,8 +109,8 @@ def _largest_gradients(model: nn.Module, largest: Callable[[list[float]], list[f
     names, values = [], []
     for name, layer in adapted_layers(model):
         names.append(name)
-        for part in (layer.lora_A, layer.lora_B):
-            grad = part[NAME].weight.grad
+        for part in parts(layer):
+            grad = part.grad
             local = None if grad is None else _local(grad)
             values.append(0.0 if local is None or not local.numel() else float(local.abs().max()))
     top = largest(values)

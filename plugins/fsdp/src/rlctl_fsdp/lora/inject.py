@@ -112,6 +112,14 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Adapted]]:
             yield name, module  # pyright: ignore[reportReturnType]
 
 
+def parts(layer: Adapted) -> tuple[nn.Parameter, nn.Parameter]:
+    """(A ``[r, I]``, B ``[O, r]``), live."""
+    down, up = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+    assert isinstance(down, nn.Parameter), "A is a linear layer's weight"
+    assert isinstance(up, nn.Parameter), "B is a linear layer's weight"
+    return down, up
+
+
 def switch(model: nn.Module, enabled: bool) -> None:
     """Compute with adapters, or as if there were none. What is trained does not change."""
     for name, layer in adapted_layers(model):
@@ -124,7 +132,7 @@ def _draw(layers: Mapping[str, Adapted], seed: int) -> None:
     """A as ``nn.Linear`` draws its weights (uniform, of variance ``1 / 3 I``), B zero: the adapted model starts as the base model."""
     with torch.no_grad():
         for name, layer in layers.items():
-            down, up = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+            down, up = parts(layer)
             generator = torch.Generator().manual_seed((seed << 32 | zlib.crc32(name.encode())) % 2**63)
             bound = 1 / math.sqrt(down.shape[1])
             down.copy_((torch.rand(down.shape, generator=generator) * 2 - 1) * bound)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rlctl.errors import GuardError
-from rlctl_fsdp.lora.inject import NAME, adapted_layers
+from rlctl_fsdp.lora.inject import NAME, adapted_layers, parts
 
 if TYPE_CHECKING:
     from peft.tuners.lora.layer import Linear as Adapted
@@ -34,7 +34,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def delta(layer: Adapted) -> torch.Tensor:
     """``scaling * B @ A`` in float32, in the layout of the base weight."""
-    down, up = (whole(part[NAME].weight).float() for part in (layer.lora_A, layer.lora_B))
+    down, up = (whole(part).float() for part in parts(layer))
     product = (up @ down) * layer.scaling[NAME]
     return product.T if layer.fan_in_fan_out else product
 
