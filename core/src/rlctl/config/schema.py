@@ -67,7 +67,7 @@ class RunConfig(Strict):
         if self.trainer.type == "rl":  # in SFT the section itself is refused
             faults += correction_faults(self)
         faults += reward_faults(self) + entropy_faults(self) + sft_faults(self)
-        faults += staleness_faults(self) + lora_faults(self)
+        faults += [*staleness_faults(self), *lora_faults(self)]
         rl = self.trainer.type == "rl"
         mini = self.actor.ppo_mini_batch_size
         if rl and mini is not None and self.data.train_batch_size % mini:
