@@ -67,6 +67,81 @@ class Completion:
     log_probs: list[float]
     finish_reason: FinishReason
 
+    @property
+    def sampled(self) -> list[bool]:
+        """True for each of ``token_ids`` that the policy has sampled; all of them, but for a :class:`Conversation`."""
+        return [True] * len(self.token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of the policy in a conversation, and what followed it.
+
+    Args:
+        start, end: its tokens are ``token_ids[start:end]`` of the conversation; those up to the next turn's start are the
+            observation and the template's glue around it.
+        text: as the environment has read it, without special tokens.
+        reward: of this turn.
+        observation: the text of the messages that followed; empty after the last turn.
+    """
+
+    start: int
+    end: int
+    text: str
+    reward: float = 0.0
+    observation: str = ""
+
+
+class Ending(StrEnum):
+    """Why a conversation is over."""
+
+    DONE = "done"
+    """The environment said so."""
+    MAX_TURNS = "max_turns"
+    LENGTH = "length"
+    """The budget of tokens was used up, or has no place for the next observation and an answer."""
+    ERROR = "error"
+    """The environment failed, and ``rollout.environment.on_error`` is zero."""
+
+
+@dataclass(frozen=True)
+class Conversation(Completion):
+    """A completion of several turns: ``token_ids`` are all tokens after the prompt, sampled turns and observations in the order
+    in which the policy saw them; ``log_probs`` are 0.0 at the tokens of observations.
+
+    Args:
+        metrics: further numbers that the environment has given, by name.
+    """
+
+    turns: tuple[Turn, ...] = ()
+    ending: Ending = Ending.DONE
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def sampled(self) -> list[bool]:
+        mask = [False] * len(self.token_ids)
+        for turn in self.turns:
+            mask[turn.start : turn.end] = [True] * (turn.end - turn.start)
+        return mask
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(turn.end - turn.start for turn in self.turns)
+
+    @property
+    def reward(self) -> float:
+        """The sum of the turns' rewards; 0 where the environment failed."""
+        return 0.0 if self.ending is Ending.ERROR else sum(turn.reward for turn in self.turns)
+
+    @property
+    def answer_text(self) -> str:
+        """The text of the last turn."""
+        return self.turns[-1].text if self.turns else ""
+
 
 @dataclass(frozen=True)
 class ScoreRequest:

@@ -28,6 +28,7 @@ from rlctl.records import (
     AlgorithmSpec,
     BackendSpec,
     Check,
+    EnvironmentSpec,
     RecipeSpec,
     RewardSpec,
     TrackerSpec,
@@ -74,6 +75,10 @@ class DiscoverySpecs:
     @hookspec
     def rlctl_rewards(self) -> Iterable[RewardSpec]:  # type: ignore[empty-body]
         """Returns named rewards."""
+
+    @hookspec
+    def rlctl_environments(self) -> Iterable[EnvironmentSpec]:  # type: ignore[empty-body]
+        """Returns environments for conversations of several turns, by name."""
 
     @hookspec
     def rlctl_algorithms(self) -> Iterable[AlgorithmSpec]:  # type: ignore[empty-body]

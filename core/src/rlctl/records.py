@@ -179,6 +179,15 @@ class RewardSpec:
     summary: str = ""
 
 
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """A named environment: ``module:Class``, see :mod:`rlctl.environments`."""
+
+    name: str
+    target: str
+    summary: str = ""
+
+
 class AlgorithmKind(StrEnum):
     """The two places where a formula of one's own can stand."""
 

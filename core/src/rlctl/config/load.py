@@ -20,6 +20,7 @@ from rlctl.config.placement import is_derived, place_roles
 from rlctl.config.problems import InvalidConfigError, Problem
 from rlctl.config.recipes import find_source
 from rlctl.config.schema import RunConfig
+from rlctl.config.schema_environment import add_environment_reward
 from rlctl.config.schema_paths import EngineModels
 from rlctl.config.yaml_dump import dump
 from rlctl.config.yaml_source import parse, read
@@ -176,6 +177,7 @@ def examine(
     problems += resolve_paths(document, base_dir, tell)
     problems += name_problems(document, plugins)
     place_roles(document)
+    add_environment_reward(document)
     engines = resolve_engines(document, plugins, tell)
     config, faults = check(RunConfig, document, engines=engines.models)
     # What the reference takes from the actor is at fault there, and was reported there.

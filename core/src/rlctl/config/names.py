@@ -19,6 +19,7 @@ def name_problems(document: Document, plugins: PluginSet) -> list[Problem]:
     from rlctl.data.procedural import REASONING_GYM, TASKS
     from rlctl.data.rewards.registry import BUILTIN as REWARDS
     from rlctl.data.rewards.registry import is_user_function
+    from rlctl.environments import registry as environments
     from rlctl.tracking import BUILTIN as SINKS
 
     problems: list[Problem] = []
@@ -36,6 +37,11 @@ def name_problems(document: Document, plugins: PluginSet) -> list[Problem]:
         name = document.get(loc)
         if isinstance(name, str) and name and not is_user_function(name):
             problems += _unknown(document, loc, name, "reward", rewards, ", or path/to/file.py:function")
+    environment = document.get(("rollout", "environment", "name"))
+    if isinstance(environment, str) and environment and not environments.is_own(environment):
+        known = {*environments.BUILTIN, *(spec.name for _, spec in plugins.records("rlctl_environments"))}
+        place = ("rollout", "environment", "name")
+        problems += _unknown(document, place, environment, "environment", known, environments.OWN)
     logger = document.get(("trainer", "logger"))
     sinks = {*SINKS, *(spec.name for _, spec in plugins.records("rlctl_trackers"))}
     for index, name in enumerate(logger if isinstance(logger, list) else []):

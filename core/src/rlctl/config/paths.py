@@ -42,7 +42,11 @@ def resolve_paths(document: Document, base_dir: Path, notice: Callable[[str], No
     components = document.get(("reward", "components"))
     for index in range(len(components) if isinstance(components, list) else 0):
         _function(document, ("reward", "components", index, "name"), base_dir, problems)
-    for place in (("algorithm", "adv_estimator"), ("actor", "policy_loss", "loss_mode")):
+    for place in (
+        ("algorithm", "adv_estimator"),
+        ("actor", "policy_loss", "loss_mode"),
+        ("rollout", "environment", "name"),
+    ):
         _function(document, place, base_dir, problems)
     return problems
 

@@ -20,6 +20,7 @@ from rlctl.config.schema_data import ColumnsConfig as ColumnsConfig
 from rlctl.config.schema_data import DataConfig as DataConfig
 from rlctl.config.schema_data import TaskConfig as TaskConfig
 from rlctl.config.schema_distillation import DistillationConfig, distillation_faults
+from rlctl.config.schema_environment import environment_faults
 from rlctl.config.schema_lora import lora_faults
 from rlctl.config.schema_model import ModelConfig
 from rlctl.config.schema_model import OptimConfig as OptimConfig
@@ -67,7 +68,7 @@ class RunConfig(Strict):
         if self.trainer.type == "rl":  # in SFT the section itself is refused
             faults += correction_faults(self)
         faults += reward_faults(self) + entropy_faults(self) + sft_faults(self)
-        faults += [*staleness_faults(self), *lora_faults(self)]
+        faults += [*staleness_faults(self), *lora_faults(self), *environment_faults(self)]
         rl = self.trainer.type == "rl"
         mini = self.actor.ppo_mini_batch_size
         if rl and mini is not None and self.data.train_batch_size % mini:

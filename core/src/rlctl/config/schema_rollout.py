@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from rlctl.config.base import Count, CountOrZero, Strict
+from rlctl.config.schema_environment import EnvironmentConfig
 from rlctl.config.schema_model import ParallelConfig
 from rlctl.config.schema_runtime import MAIN_POOL
 
@@ -43,3 +44,6 @@ class RolloutConfig(Strict):
         default=True, description="Generate from the training module itself where both live in one process (no copy)."
     )
     val_kwargs: ValSampling = Field(default_factory=ValSampling, description="How validation samples.")
+    environment: EnvironmentConfig | None = Field(
+        default=None, description="Conversations of several turns with an environment, instead of single completions."
+    )

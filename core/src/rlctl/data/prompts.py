@@ -61,13 +61,37 @@ class PromptEncoder:
         Raises:
             DataError: the template refuses the row, or the prompt has no tokens.
         """
-        return self._checked(row, self._lead() + self._encode(self.prompt_text(row)))
+        return self.encode_prompt(row, self.prompt_text(row))
 
     def prompt_ids_batch(self, rows: Sequence[Row]) -> list[list[int]]:
         """:meth:`prompt_ids` of many rows, faster."""
         encoded = self._encode_all([self.prompt_text(row) for row in rows])
         lead = self._lead()
         return [self._checked(row, lead + ids) for row, ids in zip(rows, encoded, strict=True)]
+
+    def messages(self, row: Row) -> list[Message]:
+        """The messages of a row's prompt, with the system message and the template of the ``data`` section."""
+        return self._messages(row)
+
+    def render(
+        self, row: Row, messages: list[Message], *, generation: bool, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """Text of messages, with ``generation`` up to where the policy goes on. Raw text without a chat template.
+
+        Raises:
+            DataError: the template refuses them; the message names ``row``.
+        """
+        if not self.uses_chat_template:
+            return self._raw(row, messages)
+        return self._render(row, messages, generation, tools)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text as it stands, without tokens at its ends."""
+        return self._encode(text)
+
+    def encode_prompt(self, row: Row, text: str) -> list[int]:
+        """Ids of a whole prompt's text, see :meth:`prompt_ids`."""
+        return self._checked(row, self._lead() + self._encode(text))
 
     def sft(self, row: Row) -> tuple[list[int], list[bool]]:
         """(ids, loss_mask) of prompt + response: True exactly on response tokens, the token that ends them included.
@@ -137,9 +161,16 @@ class PromptEncoder:
             )
         return "\n\n".join((*system, *user))
 
-    def _render(self, row: Row, messages: list[Message], generation: bool) -> str:
+    def _render(
+        self, row: Row, messages: list[Message], generation: bool, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
         try:
-            text: Any = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
+            text: Any = self._tokenizer.apply_chat_template(
+                messages,
+                tools=[dict(tool) for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=generation,
+            )
         except Exception as error:  # a template is the model author's program: jinja's errors and whatever it raises
             raise DataError(
                 f"the chat template refuses {row.source} (row {row.index})",

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from rlctl.config.schema import RolloutConfig
+from rlctl.data.prompts import PromptEncoder
+from rlctl.data.rows import Row
+from rlctl.environments.episodes import Episodes
 from rlctl.generation import Completion, GenerateRequest, SamplingParams
 from rlctl.runtime.carriage import Transfer
 from rlctl.runtime.remote import RemoteEngine
 from rlctl.sync import SyncReport
+
+Mode = Literal["sample", "greedy", "validate"]
 
 
 @dataclass
@@ -21,6 +27,7 @@ class RolloutRole:
         verify_sync: compare fingerprints after each copy of weights.
         dtype: dtype of a copy, None for the master weights'.
         transfer: how weights travel to another pool.
+        episodes: conversations with an environment, instead of single completions.
     """
 
     engine: RemoteEngine
@@ -31,6 +38,7 @@ class RolloutRole:
     dtype: str | None = None
     version: int = 0
     transfer: Transfer = field(default_factory=Transfer)
+    episodes: Episodes | None = None
 
     def sync(self, actor: RemoteEngine) -> SyncReport:
         """Serve the actor's weights from here on."""
@@ -44,50 +52,51 @@ class RolloutRole:
             transfer=self.transfer,
         )
 
+    def params(self, mode: Mode, seed: int) -> SamplingParams:
+        """How to sample: ``sample`` is the training distribution, ``greedy`` the most probable token each time, ``validate`` as
+        ``rollout.val_kwargs`` say (greedy unless set otherwise)."""
+        cfg, val = self.config, self.config.val_kwargs
+        how: dict[Mode, dict[str, Any]] = {
+            "sample": {"n": cfg.n, "temperature": cfg.temperature, "top_p": cfg.top_p, "top_k": cfg.top_k},
+            "greedy": {"n": 1, "temperature": 0.0},
+            "validate": {"n": val.n, "temperature": val.temperature, "top_p": val.top_p, "top_k": val.top_k},
+        }
+        return SamplingParams(
+            **how[mode], max_tokens=self.max_tokens, stop=cfg.stop, stop_token_ids=self.stop_token_ids, seed=seed
+        )
+
     def sample(
         self, prompts: Sequence[Sequence[int]], seed: int, on_progress: Callable[[int], None] | None = None
     ) -> list[Completion]:
         """``n`` completions a prompt under the training distribution; ``on_progress`` is told how many more are done."""
-        cfg = self.config
-        params = SamplingParams(
-            n=cfg.n,
-            temperature=cfg.temperature,
-            top_p=cfg.top_p,
-            top_k=cfg.top_k,
-            max_tokens=self.max_tokens,
-            stop=cfg.stop,
-            stop_token_ids=self.stop_token_ids,
-            seed=seed,
-        )
-        return self.engine.generate(GenerateRequest(prompts, params), on_progress)
+        return self.engine.generate(GenerateRequest(prompts, self.params("sample", seed)), on_progress)
 
     def greedy(
         self, prompts: Sequence[Sequence[int]], seed: int, on_progress: Callable[[int], None] | None = None
     ) -> list[Completion]:
         """The most probable completion of each prompt, token by token."""
-        params = SamplingParams(
-            n=1,
-            temperature=0.0,
-            max_tokens=self.max_tokens,
-            stop=self.config.stop,
-            stop_token_ids=self.stop_token_ids,
-            seed=seed,
-        )
-        return self.engine.generate(GenerateRequest(prompts, params), on_progress)
+        return self.engine.generate(GenerateRequest(prompts, self.params("greedy", seed)), on_progress)
 
     def validate(
         self, prompts: Sequence[Sequence[int]], seed: int, on_progress: Callable[[int], None] | None = None
     ) -> list[Completion]:
         """Completions under ``rollout.val_kwargs`` (greedy unless set otherwise)."""
-        val = self.config.val_kwargs
-        params = SamplingParams(
-            n=val.n,
-            temperature=val.temperature,
-            top_p=val.top_p,
-            top_k=val.top_k,
-            max_tokens=self.max_tokens,
-            stop=self.config.stop,
-            stop_token_ids=self.stop_token_ids,
-            seed=seed,
-        )
-        return self.engine.generate(GenerateRequest(prompts, params), on_progress)
+        return self.engine.generate(GenerateRequest(prompts, self.params("validate", seed)), on_progress)
+
+    def converse(
+        self,
+        rows: Sequence[Row],
+        encoder: PromptEncoder,
+        mode: Mode,
+        seed: int,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> tuple[list[list[int]], list[Completion]]:
+        """The prompt of each row, and what follows: with an environment conversations, else completions.
+
+        Raises:
+            DataError: the environment fails, or the chat template cannot carry a conversation.
+        """
+        if self.episodes is not None:
+            return self.episodes.run(rows, self.params(mode, seed), self.engine.generate, on_progress)
+        prompts = [encoder.prompt_ids(row) for row in rows]
+        return prompts, getattr(self, mode)(prompts, seed, on_progress)

@@ -32,6 +32,9 @@ from rlctl.trainers.seeds import step_seed
 if TYPE_CHECKING:
     from rlctl.trainers.rl import StepTimer
 
+Sampled = tuple[list[list[int]], list[Completion]]
+"""Prompts and their completions."""
+
 MOST = 1
 """Updates that a batch may be older than the policy that learns from it."""
 
@@ -55,23 +58,23 @@ class Drawn:
 class Flight:
     """A generation batch on its way, in a thread of its own: the one user of the rollout's processes until it has landed."""
 
-    def __init__(self, rows: Sequence[Row], prompts: Sequence[list[int]], policy: int) -> None:
-        self.rows, self.prompts, self.policy = rows, prompts, policy
+    def __init__(self, rows: Sequence[Row], policy: int) -> None:
+        self.rows, self.policy = rows, policy
         self.seconds = 0.0
-        self._completions: list[Completion] = []
+        self._sampled: Sampled = ([], [])
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def begin(self, sample: Callable[[], list[Completion]]) -> None:
+    def begin(self, sample: Callable[[], Sampled]) -> None:
         """Call ``sample`` in a thread."""
         # A daemon: an interpreter on its way out does not wait for rollouts that nobody will read.
         self._thread = threading.Thread(target=self._run, args=(sample,), name="rollouts-ahead", daemon=True)
         self._thread.start()
 
-    def _run(self, sample: Callable[[], list[Completion]]) -> None:
+    def _run(self, sample: Callable[[], Sampled]) -> None:
         start = time.perf_counter()
         try:
-            self._completions = sample()
+            self._sampled = sample()
         except BaseException as error:  # it is raised again in the thread that waits
             self._failure = error
         self.seconds = time.perf_counter() - start
@@ -81,8 +84,8 @@ class Flight:
         assert self._thread is not None, "it was begun"
         self._thread.join()
 
-    def land(self) -> list[Completion]:
-        """Its completions, waited for.
+    def land(self) -> Sampled:
+        """Its prompts and their completions, waited for.
 
         Raises:
             BaseException: what sampling raised.
@@ -90,7 +93,7 @@ class Flight:
         self.settle()
         if self._failure is not None:
             raise self._failure
-        return self._completions
+        return self._sampled
 
 
 @dataclass
@@ -134,9 +137,9 @@ class Ahead:
         flight = self._flight
         assert flight is not None, "just begun"
         with timer("gen"), self.reporter.phase("generate", None):
-            completions = flight.land()
+            prompts, completions = flight.land()
         self._flight = None
-        drawn = Drawn(flight.rows, flight.prompts, completions, flight.seconds, step - 1 - flight.policy)
+        drawn = Drawn(flight.rows, prompts, completions, flight.seconds, step - 1 - flight.policy)
         assert 0 <= drawn.staleness <= MOST, (step, flight.policy)
         self.memory = self.rollout.engine.memory()
         self._refresh(step - 1, timer)
@@ -171,10 +174,9 @@ class Ahead:
         assert self._served is not None, "refreshed before"
         self.drawn += 1
         rows = [self.rows[i] for i in self.sampler.next()]
-        prompts = [self.encoder.prompt_ids(row) for row in rows]
         seed = step_seed(self.seed, self.drawn)
-        self._flight = Flight(rows, prompts, self._served)
-        self._flight.begin(lambda: self.rollout.sample(prompts, seed))
+        self._flight = Flight(rows, self._served)
+        self._flight.begin(lambda: self.rollout.converse(rows, self.encoder, "sample", seed))
 
     # ---- a checkpoint -----------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, int]:

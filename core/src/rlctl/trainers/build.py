@@ -19,6 +19,7 @@ from rlctl.data.rewards.sources import require_sources
 from rlctl.data.rows import Row, load_rows
 from rlctl.data.sampler import BatchSampler
 from rlctl.data.tokenizer import load_tokenizer
+from rlctl.environments.episodes import Episodes
 from rlctl.errors import ConfigError
 from rlctl.manifest import filtered_sampling
 from rlctl.records import AlgorithmKind
@@ -33,6 +34,7 @@ from rlctl.trainers.ahead import Ahead
 from rlctl.trainers.algorithms import find_algorithms
 from rlctl.trainers.critic import build_critic, find_critic
 from rlctl.trainers.entropy import EntropyStage
+from rlctl.trainers.environments import build_episodes, turn_weight
 from rlctl.trainers.rewards import RewardStage
 from rlctl.trainers.rl import RLTrainer
 from rlctl.trainers.rollout_correction import correction_stage
@@ -145,15 +147,16 @@ def _build_rl(p: Prepared, run_dir: Path, *, resuming: bool, closing: ExitStack)
     config, context, model = p.context.config, p.context, p.model
     scorer = build_reward(config.reward, context.plugins, context.resolved.base_dir)
     closing.callback(scorer.close)
+    episodes = build_episodes(context, p.encoder, p.algorithms[AlgorithmKind.ADVANTAGE], closing)
     teacher_models = teachers.train_teacher(
-        context, p.teachers, p.encoder, scorer, p.train_rows, p.val_rows, run_dir / "teacher"
+        context, p.teachers, p.encoder, scorer, p.train_rows, p.val_rows, run_dir / "teacher", episodes
     )
     if config.warm_start is not None:
         started = run_dir / "warm_start"
         if resuming and (started / "export").is_dir():
             model = trained_model(model, started)
         else:
-            model = warm_start(context, model, p.encoder, scorer, p.train_rows, p.val_rows, started)
+            model = warm_start(context, model, p.encoder, scorer, p.train_rows, p.val_rows, started, episodes)
     mini = config.actor.ppo_mini_batch_size or config.data.train_batch_size
     # The steps in which a critic learns alone are none of the actor's.
     learning = p.total_steps - (config.critic.warmup_steps if config.critic else 0)
@@ -174,7 +177,7 @@ def _build_rl(p: Prepared, run_dir: Path, *, resuming: bool, closing: ExitStack)
     teacher = teachers.build_teachers(context, teacher_models, actor)
     if teacher is not None:
         engines |= {teachers.engine_name(name): engine for name, engine in teacher.engines.items()}
-    rollout_role = _rollout_role(p, rollout)
+    rollout_role = _rollout_role(p, rollout, episodes)
     ahead = _ahead(p, rollout_role, actor)
     actor_role = _actor_role(context, actor, p.algorithms[AlgorithmKind.POLICY_LOSS])
     trainer = RLTrainer(
@@ -192,7 +195,7 @@ def _build_rl(p: Prepared, run_dir: Path, *, resuming: bool, closing: ExitStack)
             config.algorithm,
             [(name, weight) for name, weight, _ in scorer.components],
         ),
-        RewardStage(config.reward, config.algorithm, config.data.max_response_length),
+        RewardStage(config.reward, config.algorithm, config.data.max_response_length, turn_weight=turn_weight(config)),
         EntropyStage(config.actor),
         teacher,
         critic,
@@ -260,7 +263,7 @@ def _actor_role(context: setup.Context, engine: RemoteEngine, policy_loss: Algor
     )
 
 
-def _rollout_role(p: Prepared, engine: RemoteEngine) -> RolloutRole:
+def _rollout_role(p: Prepared, engine: RemoteEngine, episodes: Episodes | None) -> RolloutRole:
     config = p.context.config
     return RolloutRole(
         engine,
@@ -270,4 +273,5 @@ def _rollout_role(p: Prepared, engine: RemoteEngine) -> RolloutRole:
         verify_sync=config.guards.weight_fingerprint,
         dtype=setup.copy_dtype(config),
         transfer=setup.transfer(config),
+        episodes=episodes,
     )

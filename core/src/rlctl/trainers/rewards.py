@@ -24,6 +24,7 @@ from rlctl.data.rewards.scorer import LARGEST
 from rlctl.errors import GuardError
 from rlctl.generation import FinishReason
 from rlctl.trainers.advantages import last_token_rewards
+from rlctl.trainers.environments import turn_token_rewards
 from rlctl.trainers.evaluation import ScoredRollout
 
 _ALL = ""
@@ -39,6 +40,7 @@ class RewardStage:
         algorithm: the ``algorithm`` section.
         max_length: longest response, in tokens.
         kl_coef: of the next batch; None: as the configuration says.
+        turn_weight: weight of the turns' rewards, where each is given to the end of its turn; None: a row's reward at its end.
     """
 
     config: RewardConfig
@@ -47,6 +49,7 @@ class RewardStage:
     kl_coef: float | None = None
     moments: dict[str, Moments] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    turn_weight: float | None = None
 
     @property
     def uses_kl(self) -> bool:
@@ -126,7 +129,10 @@ class RewardStage:
         if (penalty := self._penalty(rollout)) is not None:
             self.metrics["reward/overlong_penalty"] = float(penalty.mean())
         mask, row_ids = batch.items["loss_mask"].bool(), batch.row_ids()
-        tokens = last_token_rewards(rewards, mask, batch.cu_seqlens)
+        if self.turn_weight is None:
+            tokens = last_token_rewards(rewards, mask, batch.cu_seqlens)
+        else:
+            tokens = turn_token_rewards(rewards, rollout.completions, mask, batch.cu_seqlens, self.turn_weight)
         if self.uses_kl:
             old, ref = (batch.items[name].double() for name in ("old_log_probs", "ref_log_probs"))
             kl = kl_estimate(old, ref, self.algorithm.kl_penalty)

@@ -181,8 +181,9 @@ class RLTrainer:
         batch, rewards = self.rewards.mask(batch, rollout), self.rewards.shape(rollout)
         if takes("greedy_scores"):
             with timer("gen_max"), self.context.reporter.phase("greedy baseline", None):
-                completions = self.rollout.greedy(rollout.prompts, step_seed(self.context.config.trainer.seed, step, 3))
-                greedy = score_completions(rollout.rows, rollout.prompts, completions, self.encoder, self.scorer)
+                seed = step_seed(self.context.config.trainer.seed, step, 3)
+                prompts, completions = self.rollout.converse(rollout.rows, self.encoder, "greedy", seed)
+                greedy = score_completions(rollout.rows, prompts, completions, self.encoder, self.scorer)
             # On the scale of the samples' rewards.
             inputs["greedy_scores"] = by_group(batch, completions, self.rewards.shape(greedy, learn=False).tolist())
         if self.critic is not None:
@@ -224,13 +225,14 @@ class RLTrainer:
     def pack(self, rollout: ScoredRollout) -> PackedBatch:
         """Rows of prompt and completion tokens as one batch.
 
-        Item fields: ``input_ids``, ``loss_mask`` (completion tokens) and ``rollout_log_probs``; row field: the group.
+        Item fields: ``input_ids``, ``loss_mask`` (the tokens that the policy sampled) and ``rollout_log_probs``; row field: the
+        group.
         """
         ids, mask, log_probs = [], [], []
         for c in rollout.completions:
             prompt = rollout.prompts[c.prompt_index]
             ids.append([*prompt, *c.token_ids])
-            mask.append([False] * len(prompt) + [True] * len(c.token_ids))
+            mask.append([False] * len(prompt) + c.sampled)
             log_probs.append([0.0] * len(prompt) + c.log_probs)
         return pack(
             {"input_ids": ids, "loss_mask": mask, "rollout_log_probs": log_probs},

@@ -133,9 +133,8 @@ def _sample(trainer: RLTrainer, step: int, seed: int, timer: StepTimer) -> _Batc
     start = time.perf_counter()
     with timer("gen"):
         rows = [trainer.train_rows[i] for i in trainer.sampler.next()]
-        prompts = [trainer.encoder.prompt_ids(row) for row in rows]
         with reporter.phase("generate", len(rows) * trainer.context.config.rollout.n) as bar:
-            completions = trainer.rollout.sample(prompts, seed, bar.advance)
+            prompts, completions = trainer.rollout.converse(rows, trainer.encoder, "sample", seed, bar.advance)
     seconds = time.perf_counter() - start
     with timer("reward"), reporter.phase("reward", None):
         return _Batch(score_completions(rows, prompts, completions, trainer.encoder, trainer.scorer), seconds)
@@ -220,4 +219,4 @@ def _moved(completion: Completion, prompt: int) -> Completion:
 
 
 def _tokens(rollout: ScoredRollout) -> int:
-    return sum(len(c.token_ids) for c in rollout.completions)
+    return sum(c.num_sampled for c in rollout.completions)

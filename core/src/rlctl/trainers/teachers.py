@@ -16,6 +16,7 @@ from rlctl.data.rewards import RewardScorer
 from rlctl.data.rows import Row
 from rlctl.data.same_tokens import require_same_tokens
 from rlctl.data.tokenizer import load_tokenizer
+from rlctl.environments.episodes import Episodes
 from rlctl.models import resolve_model_source
 from rlctl.records import BackendKind
 from rlctl.roles.actor import ActorRole
@@ -73,6 +74,7 @@ def train_teacher(
     train_rows: Sequence[Row],
     val_rows: Sequence[Row],
     dest: Path,
+    episodes: Episodes | None = None,
 ) -> dict[str, ModelConfig]:
     """``models`` with the teacher trained and exported to ``dest/export``, where ``teacher.train`` asks for it.
 
@@ -93,7 +95,7 @@ def train_teacher(
         with_backend = section.model_copy(update=as_actor)
     trained = supervised_start(
         context, model, encoder, scorer, train_rows, val_rows, dest,
-        settings=section.train, role=with_backend, name="teacher_training", words="teacher",
+        settings=section.train, role=with_backend, name="teacher_training", words="teacher", episodes=episodes,
     )  # fmt: skip
     return {name: trained}
 

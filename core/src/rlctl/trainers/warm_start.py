@@ -13,6 +13,7 @@ from rlctl.data.prompts import PromptEncoder
 from rlctl.data.rewards import RewardScorer
 from rlctl.data.rows import Row
 from rlctl.data.sampler import BatchSampler
+from rlctl.environments.episodes import Episodes
 from rlctl.errors import DataError
 from rlctl.roles.budget import SkipBudget
 from rlctl.roles.rollout import RolloutRole
@@ -39,6 +40,7 @@ def warm_start(
     train_rows: Sequence[Row],
     val_rows: Sequence[Row],
     dest: Path,
+    episodes: Episodes | None = None,
 ) -> ModelConfig:
     """Train ``warm_start.steps`` SFT steps, export to ``dest/export`` and return the model section that loads it.
 
@@ -54,7 +56,7 @@ def warm_start(
     start = model if settings.lora else model.without_lora()
     trained = supervised_start(
         context, start, encoder, scorer, train_rows, val_rows, dest,
-        settings=settings, role=context.config.actor, name="warm_start", words="warm start",
+        settings=settings, role=context.config.actor, name="warm_start", words="warm start", episodes=episodes,
     )  # fmt: skip
     return trained.model_copy(update={"lora": model.lora})
 
@@ -72,6 +74,7 @@ def supervised_start(
     role: TrainRole,
     name: str,
     words: str,
+    episodes: Episodes | None = None,
 ) -> ModelConfig:
     """:func:`warm_start` for any role that trains.
 
@@ -80,6 +83,7 @@ def supervised_start(
         role: where the model is trained; its ``backend`` is filled in.
         name: name of the engine; that of its rollout engine is ``NAME_rollout``.
         words: what messages call it.
+        episodes: the run's environment, where its score is that of conversations.
     """
     config = context.config
     section = "warm_start" if name == "warm_start" else "teacher.train"
@@ -119,6 +123,7 @@ def supervised_start(
             encoder.stop_token_ids,
             dtype=copy_dtype(config),
             transfer=transfer(config),
+            episodes=episodes,
         )
     log: list[dict[str, Any]] = []
     with context.reporter.phase(f"{words} (SFT)", settings.steps) as bar:
@@ -152,7 +157,7 @@ def trained_model(model: ModelConfig, dest: Path) -> ModelConfig:
 
 def _sampled_score(rollout: RolloutRole, trainer: SFTTrainer, scorer: RewardScorer, seed: int) -> float:
     rows = trainer.val_rows[:128]
-    prompts = [trainer.encoder.prompt_ids(row) for row in rows]
     rollout.sync(trainer.engine)
-    scored = score_completions(rows, prompts, rollout.sample(prompts, seed), trainer.encoder, scorer)
+    prompts, completions = rollout.converse(rows, trainer.encoder, "sample", seed)
+    scored = score_completions(rows, prompts, completions, trainer.encoder, scorer)
     return sum(scored.scores) / len(scored.scores)

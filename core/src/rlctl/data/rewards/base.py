@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from rlctl.data.columns import Row
 from rlctl.errors import DataError
+from rlctl.generation import Conversation
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,15 @@ class RewardInput:
         text: the completion, without special tokens.
         finish_reason: ``stop``, ``length`` or ``abort``.
         num_tokens: tokens of the completion, the ending one included.
+        conversation: all turns, with an environment; ``text`` is then that of the last one, and ``num_tokens`` counts what the
+            policy has sampled in all of them.
     """
 
     row: Row
     text: str
     finish_reason: str
     num_tokens: int
+    conversation: Conversation | None = None
 
     @property
     def answer(self) -> str:

@@ -77,8 +77,11 @@ class JobProcess:
         with self._lock:
             self._start()
 
-    def call(self, payload: Any) -> Any:
+    def call(self, payload: Any, timeout_s: float | None = None) -> Any:
         """The job's value for ``payload``.
+
+        Args:
+            timeout_s: limit of this call; default: the job's.
 
         Raises:
             JobTimeoutError: no answer within the limit.
@@ -88,7 +91,7 @@ class JobProcess:
         """
         with self._lock:
             self._start()
-            return self._exchange((payload,), self._timeout_s)
+            return self._exchange((payload,), self._timeout_s if timeout_s is None else timeout_s)
 
     def close(self) -> None:
         """End the process."""

@@ -14,6 +14,7 @@ from rlctl.data.procedural import REASONING_GYM
 from rlctl.data.rewards.base import Reward, RewardContext, RewardInput, RewardResult
 from rlctl.data.rewards.registry import build_component
 from rlctl.errors import DataError
+from rlctl.generation import Conversation
 
 if TYPE_CHECKING:
     from rlctl.config.schema import RewardConfig
@@ -44,7 +45,12 @@ class RewardScorer:
         return name not in self.sources or row.data_source in self.sources[name]
 
     def score(
-        self, rows: Sequence[Row], texts: Sequence[str], finish_reasons: Sequence[str], num_tokens: Sequence[int]
+        self,
+        rows: Sequence[Row],
+        texts: Sequence[str],
+        finish_reasons: Sequence[str],
+        num_tokens: Sequence[int],
+        conversations: Sequence[Conversation | None] | None = None,
     ) -> list[RewardResult]:
         """One result a completion; ``rows[i]`` is the row that completion ``i`` answers.
 
@@ -53,8 +59,10 @@ class RewardScorer:
                 holds.
         """
         return [
-            self.score_one(RewardInput(row, text, str(reason), count))
-            for row, text, reason, count in zip(rows, texts, finish_reasons, num_tokens, strict=True)
+            self.score_one(RewardInput(row, text, str(reason), count, conversation))
+            for row, text, reason, count, conversation in zip(
+                rows, texts, finish_reasons, num_tokens, conversations or [None] * len(texts), strict=True
+            )
         ]
 
     def score_one(self, item: RewardInput) -> RewardResult:

@@ -28,7 +28,7 @@ MAX_FRAMES = 12
 
 def load(path: str, function: str, args: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, float]]:
     """Factory of the job: the user's function with the arguments that its signature accepts."""
-    module = _load_file(path)
+    module = load_file(path)
     target = getattr(module, function, None)
     if not callable(target):
         raise JobError(kind="missing", functions=_functions(module))
@@ -38,13 +38,13 @@ def load(path: str, function: str, args: dict[str, Any]) -> Callable[[dict[str, 
         try:
             value = target(**{name: payload[name] for name in accepted}, **args)
         except BaseException as error:  # user code: SystemExit and KeyboardInterrupt included
-            raise JobError(kind="raised", **_describe(error, path)) from None
+            raise JobError(kind="raised", **describe(error, path)) from None
         return _numbers(value)
 
     return job
 
 
-def _load_file(path: str) -> ModuleType:
+def load_file(path: str) -> ModuleType:
     # The user's file may import its neighbours.
     sys.path.insert(0, str(Path(path).parent))
     name = f"rlctl_user_{Path(path).stem}"
@@ -56,7 +56,7 @@ def _load_file(path: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException as error:  # user code
-        raise JobError(kind="import", **_describe(error, path)) from None
+        raise JobError(kind="import", **describe(error, path)) from None
     return module
 
 
@@ -132,7 +132,7 @@ def _maybe(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _describe(error: BaseException, path: str) -> dict[str, Any]:
+def describe(error: BaseException, path: str) -> dict[str, Any]:
     """The user's part of a traceback: from the first frame in their file on."""
     frames = traceback.extract_tb(error.__traceback__)
     first = next((place for place, frame in enumerate(frames) if frame.filename == path), len(frames))

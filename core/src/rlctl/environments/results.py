@@ -1,0 +1,74 @@
+"""What the methods of an environment return, checked and made plain. Standard library only: it runs beside the user's code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlctl.data.rewards.worker import JobError
+
+
+def messages(value: object, what: str) -> list[dict[str, Any]]:
+    """Messages from None (none), text (one of the user), a message or a list of them.
+
+    Raises:
+        JobError: it is none of these.
+    """
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    given = [value] if isinstance(value, Mapping) else value
+    if not isinstance(given, (list, tuple)):
+        raise _wrong(what, value, "text, a message {role, content}, a list of messages, or None")
+    return [_message(message, what) for message in given]
+
+
+def _message(message: object, what: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise _wrong(what, message, "a message with a role and text as its content")
+    if not isinstance(message.get("content"), str):
+        raise _wrong(what, message.get("content"), "a message with a role and text as its content")
+    return {str(key): value for key, value in message.items()}
+
+
+def stepped(value: object) -> tuple[list[dict[str, Any]], float, bool, dict[str, float]]:
+    """(messages, reward, done, numbers) of what ``step`` returned.
+
+    Raises:
+        JobError: it is something else, or the reward is no finite number.
+    """
+    wanted = "(observation, reward, done), or with a dict of numbers behind them"
+    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) not in (3, 4):
+        raise _wrong("step", value, wanted)
+    observation, reward, done, *rest = value
+    number = _finite(reward)
+    if number is None:
+        raise _wrong("the reward of step", reward, "a finite number")
+    if not isinstance(done, (bool, int)):
+        raise _wrong("done of step", done, "True or False")
+    numbers = rest[0] if rest else {}
+    if not isinstance(numbers, Mapping):
+        raise _wrong("the numbers of step", numbers, "a dict")
+    said = messages(observation, "step")
+    if not said and not done:
+        raise _wrong("the observation of step", observation, "something for the policy to answer, or done")
+    found = {str(key): _finite(item) for key, item in numbers.items()}
+    return said, number, bool(done), {k: v for k, v in found.items() if v is not None}
+
+
+def _finite(value: object) -> float | None:
+    if isinstance(value, (str, bytes)) or value is None:
+        return None
+    try:
+        number = float(value)  # pyright: ignore[reportArgumentType] - anything with __float__
+    except Exception:  # a user's type may raise anything from __float__
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _wrong(what: str, value: object, wanted: str) -> JobError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+    return JobError(kind="value", what=what, found=f"{type(value).__name__}: {shown}", wanted=wanted)

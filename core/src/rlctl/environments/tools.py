@@ -1,0 +1,112 @@
+"""Tools: Python functions that the policy may call. Standard library only: it runs beside the user's code.
+
+:class:`ToolEnvironment` makes JSON schemas of the functions' signatures, which the chat template shows to the model (or, where it
+has no place for tools, the first message in words), reads calls out of what the model writes, and answers with what they return.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlctl.environments.schemas import schema_of
+from rlctl.environments.tool_calls import Call, CallError, parser_of
+
+MAX_RESULT = 2000
+"""Letters of a tool's answer that the model is shown."""
+
+
+class ToolEnvironment:
+    """A conversation in which the policy calls tools, and ends it with a turn that calls none.
+
+    Subclass it: give it ``functions`` and write :meth:`finish`, the reward of the last turn. A call that cannot be read, has no
+    such tool or the wrong arguments, or that fails, is answered with words that begin with ``Error:``.
+
+    Args:
+        functions: the tools; their names, type hints and docstrings are what the model is told.
+        style: how calls are written: ``hermes`` (``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Qwen and Hermes
+            models do), or ``plain`` (``name[argument]``, for tools of one argument).
+        show_tools: tell the model of the tools; False for a policy that knows them.
+    """
+
+    def __init__(
+        self, functions: Sequence[Callable[..., Any]] = (), style: str = "hermes", show_tools: bool = True
+    ) -> None:
+        self._functions = {function.__name__: function for function in functions}
+        self._parse = parser_of(style)
+        schemas = [schema_of(function) for function in functions]
+        self.tools = schemas if show_tools else []
+        self.row: dict[str, Any] = {}
+        self.calls = 0
+        self.errors = 0
+
+    # ---- what a subclass writes ---------------------------------------------------------------------------------
+    def finish(self, text: str) -> float:
+        """The reward of the turn that ends the conversation."""
+        raise NotImplementedError("write finish(self, text) -> float")
+
+    # ---- the environment ----------------------------------------------------------------------------------------
+    def reset(self, row: dict[str, Any]) -> Any:
+        """Begin with the row's prompt, up to its first turn of an assistant."""
+        self.row = row
+        prompt = row["prompt"]
+        if isinstance(prompt, str):
+            return None
+        first = next((i for i, message in enumerate(prompt) if message["role"] == "assistant"), len(prompt))
+        return None if first == len(prompt) else prompt[:first]
+
+    def step(self, text: str) -> tuple[Any, float, bool, dict[str, float]]:
+        """Answer the calls of a turn; without any the conversation is over."""
+        try:
+            calls = self._parse(text, self._functions)
+        except CallError as error:
+            return self._observed([f"Error: {error}"], failed=1)
+        if not calls:
+            return None, float(self.finish(text)), True, self._numbers()
+        found = [self._called(call) for call in calls]
+        self.calls += len(calls)
+        return self._observed([words for words, _ in found], failed=sum(not fine for _, fine in found))
+
+    def _observed(self, texts: Sequence[str], failed: int) -> tuple[Any, float, bool, dict[str, float]]:
+        self.errors += failed
+        return [{"role": "tool", "content": text} for text in texts], 0.0, False, self._numbers()
+
+    def _numbers(self) -> dict[str, float]:
+        return {"tool_calls": float(self.calls), "tool_errors": float(self.errors)}
+
+    def _called(self, call: Call) -> tuple[str, bool]:
+        """(what the tool says, whether it did)."""
+        function = self._functions.get(call.name)
+        if function is None:
+            return f"Error: there is no tool {call.name!r}; there are {', '.join(self._functions)}", False
+        try:
+            inspect.signature(function).bind(**call.arguments)
+        except TypeError as error:
+            return f"Error: {call.name}: {error}", False
+        try:
+            result = function(**call.arguments)
+        except Exception as error:  # a tool's own failure is what the model has to learn from
+            return f"Error: {call.name}: {error}"[:MAX_RESULT], False
+        text = result if isinstance(result, str) else json.dumps(result, default=str)
+        return text[:MAX_RESULT], True
+
+
+def as_user(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool's message as one of the user, for templates without the role."""
+    return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+
+
+def in_words(tools: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """``messages`` with the tools described in the first one, for templates that have no place for them."""
+    lines = "\n".join(json.dumps(tool.get("function", tool)) for tool in tools)
+    words = (
+        f"You may call these tools:\n{lines}\n"
+        'To call one, write <tool_call>{"name": NAME, "arguments": {...}}</tool_call>. When you are done, answer without a call.'
+    )
+    first, *rest = ({**message} for message in messages)
+    first["content"] = (
+        f"{first['content']}\n\n{words}" if first["role"] == "system" else f"{words}\n\n{first['content']}"
+    )
+    return [first, *rest]
