@@ -62,11 +62,12 @@ def environment_faults(config: RunConfig) -> list[str]:
             REWARD in named
         )
     faults: list[str] = []
+    if REWARD not in named:
+        faults.append(
+            f"reward.components leaves out what rollout.environment gives: add {{name: {REWARD}}}, with weight 0 where it is "
+            "not to count"
+        )
     if section.turn_rewards:
-        if REWARD not in named:
-            faults.append(
-                "rollout.environment.turn_rewards needs the component environment in reward.components: add it"
-            )
         if any(c.sources for c in config.reward.components if c.name == REWARD):
             faults.append(
                 "rollout.environment.turn_rewards is for every row: take sources out of the component environment"
