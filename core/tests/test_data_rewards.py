@@ -282,7 +282,17 @@ def test_wrong_components_say_what_to_write(component: dict[str, Any], words: st
 
 def test_every_built_in_name_is_there() -> None:
     assert set(known_rewards(None)) == set(BUILTIN)
-    assert {"exact_match", "regex", "number", "math", "length", "format", "contains", "reasoning_gym", "environment"} == set(BUILTIN)
+    assert {
+        "exact_match",
+        "regex",
+        "number",
+        "math",
+        "length",
+        "format",
+        "contains",
+        "reasoning_gym",
+        "environment",
+    } == set(BUILTIN)
 
 
 # ---- reasoning-gym ------------------------------------------------------------------------------------------------
