@@ -66,6 +66,24 @@ def plan(*args: Any, **sections: Any) -> Plan:
     return make_plan(request(*args, **sections), PluginSet(), EvidenceBook())
 
 
+def test_adapters_take_no_second_model_and_their_own_optimizer_alone() -> None:
+    full = plan(actor={"use_kl_loss": True})
+    found = plan(actor={"use_kl_loss": True}, model={"lora": {"rank": 8, "target_modules": ["q_proj", "down_proj"]}})
+    assert [lay.role for lay in found.layouts] == ["actor", "rollout"]
+    assert "ref" in [lay.role for lay in full.layouts]
+    # Four layers: q_proj 256 x 256, down_proj 512 x 256.
+    adapters = 4 * 8 * (256 + 256 + 512 + 256)
+    [update] = [p for p in found.memory.pools[0].phases if p.name.startswith("update of the actor")]
+    sizes = {item.name: item.num_bytes for item in update.items if item.role == "actor"}
+    assert found.size.total is not None
+    assert sizes["optimizer"] == 8 * adapters
+    assert sizes["weights"] == 4 * (found.size.total + adapters)
+    assert found.memory.peak_bytes < full.memory.peak_bytes
+    out = {choice.name: choice.reasons for choice in found.train_backends}
+    assert out["fsdp2"] == ()
+    assert all("trains no adapters (model.lora)" in out[name] for name in ("megatron", "veomni"))
+
+
 # ---- whole plans ------------------------------------------------------------------------------------------------------------
 def test_a_plan_of_eight_ranks_has_every_part() -> None:
     found = plan(runtime={"nproc": 8}, actor={"parallel": {"usp": 2}, "use_kl_loss": True})

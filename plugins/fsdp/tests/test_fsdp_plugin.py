@@ -44,8 +44,21 @@ def test_requirements_are_those_of_the_dist() -> None:
     project = Path(plugin.__file__).parents[2] / "pyproject.toml"
     if not project.is_file():
         pytest.skip("installed without its source")
-    declared = tomllib.loads(project.read_text())["project"]["dependencies"]
-    assert set(plugin.REQUIREMENTS) == {d for d in declared if not d.startswith("rlctl-core")}
+    declared = tomllib.loads(project.read_text())["project"]
+    assert set(plugin.REQUIREMENTS) == {d for d in declared["dependencies"] if not d.startswith("rlctl-core")}
+    assert declared["optional-dependencies"] == {"lora": [plugin.LORA_REQUIREMENT]}
+
+
+@pytest.mark.parametrize(
+    ("version", "status", "next_"),
+    [(None, "skip", plugin.LORA_HINT), ("0.4.0", "warn", plugin.LORA_HINT), ("0.21.2", "ok", "")],
+)
+def test_doctor_says_whether_adapters_can_be_trained(monkeypatch, version, status, next_) -> None:
+    monkeypatch.setattr(plugin, "installed_version", lambda name: version)
+    monkeypatch.setattr("rlctl.requirements.installed_version", lambda name: version)
+    found = plugin.rlctl_checks()[0].run()
+    assert (found.status, found.next) == (status, next_)
+    assert (version or "peft is not installed") in found.found
 
 
 def test_settings_are_strict() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from pydantic import Field, PositiveFloat
@@ -10,6 +12,9 @@ from rlctl.config.base import Count, Strict
 
 if TYPE_CHECKING:
     from rlctl.config.schema import RunConfig
+
+
+ALL_LINEAR = "all-linear"
 
 
 class LoraConfig(Strict):
@@ -34,6 +39,29 @@ class LoraConfig(Strict):
     use_rslora: bool = Field(default=False, description="Divide alpha by the root of the rank.")
 
 
+def matching(names: Iterable[str], patterns: str | Sequence[str]) -> list[str]:
+    """The names that a regular expression matches as a whole; or, of a list, that are one of its names or end in one."""
+    if isinstance(patterns, str):
+        return [name for name in names if re.fullmatch(patterns, name)]
+    return [name for name in names if any(name == p or name.endswith(f".{p}") for p in patterns)]
+
+
+def chosen_layers(names: Sequence[str], targets: str | Sequence[str], exclude: str | Sequence[str] | None) -> list[str]:
+    """Of the linear layers ``names``, those that get an adapter."""
+    chosen = list(names) if targets == ALL_LINEAR else matching(names, targets)
+    out = set() if exclude is None else set(matching(chosen, exclude))
+    return [name for name in chosen if name not in out]
+
+
+def _pattern_fault(pattern: object) -> str | None:
+    if isinstance(pattern, str):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            return str(error)
+    return None
+
+
 def lora_faults(config: RunConfig) -> list[str]:
     """What is wrong with adapters in ``config``, one line each."""
     faults: list[str] = []
@@ -44,6 +72,12 @@ def lora_faults(config: RunConfig) -> list[str]:
         f"{path}.target_modules names no layer: set it to all-linear"
         for path, lora in adapted.items()
         if lora is not None and not lora.target_modules
+    ]
+    faults += [
+        f"{path}.{key} is no regular expression ({fault}): write a list for names"
+        for path, lora in adapted.items()
+        for key in ("target_modules", "exclude_modules")
+        if lora is not None and (fault := _pattern_fault(getattr(lora, key))) is not None
     ]
     teacher = config.teacher
     if teacher is not None:

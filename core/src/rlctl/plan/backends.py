@@ -29,6 +29,7 @@ class Needs:
         axes: the sizes that the configuration asks for, by axis.
         heads: model types that are trained (a critic needs ``value_model``).
         model_family: for evidence; None where the model is not known.
+        lora: adapters are trained.
     """
 
     kind: BackendKind
@@ -39,6 +40,7 @@ class Needs:
     heads: tuple[ModelType, ...] = (ModelType.LANGUAGE_MODEL,)
     facts: ModelFacts = field(default_factory=ModelFacts)
     model_family: str | None = None
+    lora: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def _reasons(spec: BackendSpec, needs: Needs, specs: Sequence[BackendSpec]) -> l
     if not any(d == needs.device and (v in (None, needs.vendor) or d in CUDA_LIKE) for d, v in spec.devices):
         answers = ", ".join(dict.fromkeys(place(*d) for d in spec.devices))
         return [f"{_ELSEWHERE}{where}: it runs on {answers}"]
-    out: list[str] = []
+    out: list[str] = ["trains no adapters (model.lora)"] if needs.lora and not spec.lora else []
     for head in needs.heads:
         if head not in spec.model_types:
             role = "a critic" if head is ModelType.VALUE_MODEL else "a language model"

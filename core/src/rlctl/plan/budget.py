@@ -203,7 +203,8 @@ def _warm_start(
     if settings is None or layout.pool != pool or layout.topology is None or not isinstance(actor, TrainMemory):
         return []
     load = load_of(request.config.actor, layout.topology, request.config, settings.batch_size)
-    engine = TrainMemory("actor", actor.shape, actor.count, actor.p, actor.s, load)
+    full = TrainMemory("actor", actor.shape, actor.count, actor.p, actor.s, load)
+    engine = actor.under(actor.s, load) if settings.lora else full
     beside = copies if settings.stop_at_score is not None else ()
     return [_phase("warm start", m, beside) for m in _fullest(engine)]
 
@@ -246,7 +247,7 @@ def _with_and_without(actor: TrainMemory) -> tuple[int, int, int, int]:
     out: list[int] = []
     peaks: list[int] = []
     for on in (False, True):
-        other = TrainMemory("actor", actor.shape, actor.count, actor.p, replace(actor.s, checkpointing=on), actor.load)
+        other = actor.under(replace(actor.s, checkpointing=on))
         out.append(actor.activations(checkpointing=on).num_bytes)
         peaks.append(max(moment.num_bytes for moment in other.moments()))
     return out[0], out[1], peaks[0], peaks[1]

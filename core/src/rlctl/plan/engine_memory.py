@@ -8,7 +8,9 @@ from typing import Any
 
 from rlctl.catalogue_memory import MemoryPolicy, train_policy
 from rlctl.config.schema import RunConfig, TrainRole
+from rlctl.config.schema_lora import LoraConfig
 from rlctl.plan.activations import Precision
+from rlctl.plan.adapters import AdapterMemory, AdapterState, count_adapters
 from rlctl.plan.arithmetic import micro_bound, rows_a_rank, scored_tokens
 from rlctl.plan.layout import RoleLayout
 from rlctl.plan.memory import Load, Setting
@@ -52,10 +54,24 @@ def train_memory(
     policy = train_policy(layout.backend)
     config = _as_trained(request.config, name)
     precision, setting = engine_setting(policy, engine, layout.topology, config, request.device, size.shape)
+    lora = _adapters_of(config, name) if trained else None
     if size.shape is None or size.count is None:
+        if lora is not None:  # on layers that are not known here: next to nothing beside the weights
+            return AdapterState(name, size.total, 0, precision, setting)
         return StateMemory(name, size.total, size.total, precision, setting)
     load = engine_load(role, layout.topology, config, whole_batch=not trained)
+    if lora is not None:
+        count = count_adapters(size.shape, lora)
+        return AdapterMemory(name, size.shape, size.count, precision, setting, load, count)
     return TrainMemory(name, size.shape, size.count, precision, setting, load, trained)
+
+
+def _adapters_of(config: RunConfig, name: str) -> LoraConfig | None:
+    """The adapters that a role trains in the place of its weights; None where it trains those. A critic has its own section's."""
+    if name == "critic":
+        own = config.critic.model if config.critic is not None else None
+        return None if own is None else own.lora
+    return config.model.lora
 
 
 def _as_trained(config: RunConfig, name: str) -> RunConfig:

@@ -18,13 +18,18 @@ _MIN_ROWS = 256
 
 @dataclass(frozen=True)
 class HeadMemory:
-    """Sizes of the head's tensors for one micro-batch."""
+    """Sizes of the head's tensors for one micro-batch.
+
+    Args:
+        frozen: the head's weight gets no gradient.
+    """
 
     vocab_size: int
     hidden_size: int
     precision: Precision
     setting: Setting
     load: Load
+    frozen: bool = False
 
     @property
     def kept(self) -> int:
@@ -89,5 +94,5 @@ class HeadMemory:
         cast = wide * c if self.precision.autocast else 0
         if not backward:
             return cast
-        gradient = wide * ((4 + c) if self.several else c)
+        gradient = 0 if self.frozen else wide * ((4 + c) if self.several else c)
         return cast + gradient + self.load.scored * self.hidden_size * self.precision.stream_bytes

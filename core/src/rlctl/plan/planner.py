@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from rlctl.config.problems import Problem
 from rlctl.config.schema import ParallelConfig, RunConfig
+from rlctl.config.schema_lora import reference_is_base
 from rlctl.constraints import ModelFacts
 from rlctl.data.lengths import positions_in, surely_beyond
 from rlctl.data.readers import count_rows, split_files
@@ -112,7 +113,8 @@ def roles(request: Request) -> list[str]:
     if config.trainer.type == "sft":
         return ["actor"]
     critic = ["critic"] if request.critic or config.critic is not None else []
-    return ["actor", *(["ref"] if config.needs_reference else []), *critic, "rollout"]
+    ref = ["ref"] if config.needs_reference and not reference_is_base(config) else []
+    return ["actor", *ref, *critic, "rollout"]
 
 
 def role_axes(config: RunConfig, role: str) -> dict[str, int]:
@@ -171,7 +173,8 @@ def _needs(request: Request, role: str, facts: ModelFacts, family: str | None) -
         heads = (ModelType.LANGUAGE_MODEL, ModelType.VALUE_MODEL)
     _, kind = config.backend_of(role)
     axes, size = role_axes(config, role), ranks_of(config, role)
-    return Needs(kind, size, axes, request.device, request.vendor, heads, facts, family)
+    lora = role == "actor" and config.model.lora is not None
+    return Needs(kind, size, axes, request.device, request.vendor, heads, facts, family, lora)
 
 
 def model_size(source: ModelSource) -> tuple[ModelSize, str]:

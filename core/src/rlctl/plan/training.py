@@ -109,6 +109,10 @@ class TrainMemory:
         self.head = HeadMemory(-(-shape.vocab_size // setting.tp), shape.hidden_size, precision, setting, load)
         self._item = self.state.item
 
+    def under(self, setting: Setting, load: Load | None = None) -> TrainMemory:
+        """The same engine under another setting, or with another micro-batch."""
+        return TrainMemory(self.state.role, self.shape, self.count, self.p, setting, load or self.load, self.trained)
+
     # ---- activations -------------------------------------------------------------------------------------------
     def _is_moe(self, kind: LayerCount) -> bool:
         return bool(self.shape.moe_layers) and kind is self.count.layers[-1]

@@ -5,10 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from rlctl.hookspecs import hookimpl
-from rlctl.records import Axis, BackendKind, BackendSpec, Capability, ModelType, Support
+from rlctl.records import (
+    Axis,
+    BackendKind,
+    BackendSpec,
+    Capability,
+    Check,
+    CheckResult,
+    CheckStatus,
+    ModelType,
+    Support,
+)
+from rlctl.requirements import installed_version, unmet_requirements
 
 REQUIREMENTS = ("torch>=2.11,<2.15", "transformers>=5.17,<6", "safetensors>=0.5", "numpy>=1.26")
 INSTALL_HINT = "pip install rlctl-plugin-fsdp"
+LORA_REQUIREMENT = "peft>=0.18,<0.22"
+LORA_HINT = "pip install 'rlctl-plugin-fsdp[lora]'"
 
 _TRAIN_DEVICES = ("cpu", "cuda", "npu")
 _ROLLOUT_DEVICES = ("cpu", "cuda", "npu")
@@ -114,3 +127,22 @@ def rlctl_backends() -> list[BackendSpec]:
             scores=True,
         ),
     ]
+
+
+@hookimpl
+def rlctl_checks() -> list[Check]:
+    """Whether adapters can be trained."""
+    return [Check("fsdp2-lora", check_lora)]
+
+
+def check_lora() -> CheckResult:
+    """peft, which ``model.lora`` needs and nothing else does."""
+    version = installed_version("peft")
+    unmet = unmet_requirements((LORA_REQUIREMENT,))
+    if version is None:
+        return CheckResult(
+            "fsdp2-lora", CheckStatus.SKIP, "peft is not installed", "peft, for model.lora alone", LORA_HINT
+        )
+    status = CheckStatus.WARN if unmet else CheckStatus.OK
+    next_ = LORA_HINT if unmet else ""
+    return CheckResult("fsdp2-lora", status, f"peft {version}", LORA_REQUIREMENT if unmet else "", next_)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,15 +19,15 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from rlctl.config.schema_lora import ALL_LINEAR, chosen_layers, matching
 from rlctl.errors import ConfigError, EngineError
+from rlctl_fsdp.plugin import LORA_HINT, LORA_REQUIREMENT
 
 if TYPE_CHECKING:
     from peft.tuners.lora.layer import Linear as Adapted
 
 NAME = "default"
 """The one adapter of a model, by peft's name."""
-ALL_LINEAR = "all-linear"
-REQUIREMENT = "peft>=0.18,<0.22"
 _VALUE_HEAD = "score"
 _LINEAR = (nn.Linear, Conv1D)
 
@@ -47,8 +47,8 @@ def require_peft() -> Any:
             if absent
             else "model.lora needs peft, and peft does not import",
             found="no module peft" if absent else f"{type(error).__name__}: {str(error).splitlines()[0]}",
-            wanted=REQUIREMENT,
-            next="pip install 'rlctl-plugin-fsdp[lora]'",
+            wanted=LORA_REQUIREMENT,
+            next=LORA_HINT,
         ) from error
     return peft
 
@@ -153,13 +153,9 @@ def choose_layers(
         ConfigError: they match nothing, one of the names matches nothing, or a layer that takes no adapter.
     """
     linears = _linear_layers(model)
-    if isinstance(targets, str) and targets.lower() == ALL_LINEAR:
-        chosen = list(linears)
-    else:
+    if targets != ALL_LINEAR:
         _check_targets(model, targets, linears)
-        chosen = _matching(linears, targets)
-    out = set() if exclude is None else set(_matching(chosen, exclude))
-    chosen = [name for name in chosen if name not in out]
+    chosen = chosen_layers(linears, targets, exclude)
     if not chosen:
         raise _no_match(model, targets, linears, f"nothing is left of {targets!r} without {exclude!r}")
     kinds = {type(model.get_submodule(name)) for name in chosen}
@@ -178,12 +174,6 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
     return out
 
 
-def _matching(names: Iterable[str], patterns: str | Sequence[str]) -> list[str]:
-    if isinstance(patterns, str):
-        return [name for name in names if re.fullmatch(patterns, name)]
-    return [name for name in names if any(name == p or name.endswith(f".{p}") for p in patterns)]
-
-
 def _check_targets(model: PreTrainedModel, targets: str | Sequence[str], linears: Sequence[str]) -> None:
     if isinstance(targets, str):
         try:
@@ -198,9 +188,9 @@ def _check_targets(model: PreTrainedModel, targets: str | Sequence[str], linears
     others = [name for name, _ in model.named_modules() if name and name not in set(linears)]
     for pattern in [targets] if isinstance(targets, str) else targets:
         wanted: str | list[str] = pattern if isinstance(targets, str) else [pattern]
-        if _matching(linears, wanted):
+        if matching(linears, wanted):
             continue
-        hit = _matching(others, wanted)
+        hit = matching(others, wanted)
         found = f"{pattern!r} matches {hit[0]}, a {type(model.get_submodule(hit[0])).__name__}" if hit else None
         raise _no_match(model, targets, linears, found or f"{pattern!r} matches no layer")
 
@@ -225,7 +215,7 @@ def _as_targets(model: PreTrainedModel, chosen: Sequence[str]) -> list[str]:
     """
     short = sorted({name.rpartition(".")[2] for name in chosen})
     everything = [name for name, _ in model.named_modules()]
-    same = set(_matching(everything, short)) == set(chosen)
+    same = set(matching(everything, short)) == set(chosen)
     return short if same and not _has_fused_experts(model) else list(chosen)
 
 
