@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 SHOWN = (
     ("critic/score/mean", "mean reward"),
+    ("rewards/accuracies", "pairs the right way round"),
+    ("rewards/margins", "margin of the rewards"),
     ("train/loss", "training loss"),
     ("distillation/loss", "distillation loss"),
     ("response_length/mean", "response length"),
@@ -20,6 +22,13 @@ SHOWN = (
     ("critic/vf_explained_var", "explained by the critic"),
     ("timing_s/step", "seconds a step"),
 )
+
+VALIDATION = {
+    "val/score/mean": "held-out score, greedy",
+    "val/rewards/accuracies": "held-out pairs the right way round",
+    "val/loss": "held-out loss",
+}
+"""The metric of held-out rows that is shown: the first that a run has."""
 
 
 def summary(result: RunResult) -> dict[str, Any]:
@@ -36,7 +45,7 @@ def summary(result: RunResult) -> dict[str, Any]:
         for name, _ in SHOWN
         if any(name in m for m in result.history)
     }
-    key = next((k for k in ("val/score/mean", "val/loss") if result.validation and k in result.validation[0][1]), None)
+    key = next((k for k in VALIDATION if result.validation and k in result.validation[0][1]), None)
     validation = None
     if key is not None:
         points = [(step, metrics[key]) for step, metrics in result.validation]
@@ -67,7 +76,7 @@ def print_summary(result: RunResult) -> None:
             table.add_row(f"{label} ({name})", f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}")
     if data["validation"] and len(data["validation"]["steps"]) > 1:
         first, last = data["validation"]["first"], data["validation"]["last"]
-        label = {"val/score/mean": "held-out score, greedy", "val/loss": "held-out loss"}[data["validation"]["metric"]]
+        label = VALIDATION[data["validation"]["metric"]]
         table.add_row(f"{label} (before, after)", f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}")
     console().print(table)
     if data["metrics"].get("critic/vf_explained_var", {}).get("last_tenth") is not None:

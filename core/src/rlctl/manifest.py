@@ -279,7 +279,7 @@ def build_manifest(
         "source": resolved.source,
         "model": config.model.path or f"random {(config.model.config or {}).get('model_type', 'model')}",
         "task": task.name if task is not None else ", ".join(path.name for path in data_files),
-        "algorithm": algorithm_words(config) if config.trainer.type == "rl" else "sft",
+        "algorithm": algorithm_words(config) if config.trainer.type == "rl" else config.trainer.type,
         "backend": config.actor.backend,
         "rollout": config.rollout.backend if config.trainer.type == "rl" else None,
         "command": clean,

@@ -16,6 +16,7 @@ from rlctl.errors import CheckpointError, UsageError
 from rlctl.rundir import RunDirectory, default_root
 from rlctl.tracking.headline import HEADLINES
 from rlctl.tracking.reader import STEP, TIME, Metrics, Series, merge, read_metrics
+from rlctl.trainer_kinds import watched
 
 _TAIL_BYTES = 256 * 1024
 _HIDDEN = (STEP, TIME, "training/epoch")
@@ -29,7 +30,8 @@ class RunSummary:
 
     Args:
         status: ``running``, ``done``, ``failed``, ``interrupted``, ``died`` (its process is gone) or ``unreadable``.
-        score, val_score: last reward and validation score (RL), last training and validation loss (SFT).
+        score, val_score: last reward and validation score (RL), last training and validation loss (SFT), last share of pairs
+            that are the right way round, in training and held out (dpo, rm).
         best: what the manifest says of the weights in ``best/``: ``step`` and their validation metrics.
         duration_s: from start to end, or until now for a run that goes on.
     """
@@ -107,7 +109,7 @@ def summarise(run: RunDirectory) -> RunSummary:
     # A run that was resumed still has the metrics of its earlier end in the manifest.
     ended = manifest.get("metrics") if status != "running" else None
     values = ended if isinstance(ended, dict) and ended else merge(*_tail(run.metrics_path)).last_values()
-    sft = manifest.get("kind") == "sft"
+    score, held_out = watched(manifest.get("kind"))
     device = manifest.get("device")
     return RunSummary(
         name=run.name,
@@ -120,8 +122,8 @@ def summarise(run: RunDirectory) -> RunSummary:
         device=device.get("type") if isinstance(device, dict) else None,
         step=int(values[STEP]) if STEP in values else None,
         total_steps=manifest.get("total_training_steps"),
-        score=values.get("train/loss" if sft else "critic/score/mean"),
-        val_score=values.get("val/loss" if sft else "val/score/mean"),
+        score=values.get(score),
+        val_score=values.get(held_out),
         best=manifest["best"] if isinstance(manifest.get("best"), dict) else None,
         started=manifest.get("started"),
         duration_s=run.worked_s() if status == "running" else manifest.get("duration_s"),

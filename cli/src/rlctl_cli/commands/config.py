@@ -22,7 +22,7 @@ def config() -> None:
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--backend", help="Training backend of actor and reference (actor.backend).")
 @click.option("--rollout", help="Rollout backend (rollout.backend).")
-@click.option("--algorithm", help="Advantage estimator (algorithm.adv_estimator), or sft.")
+@click.option("--algorithm", help="Advantage estimator (algorithm.adv_estimator), or sft, dpo or rm.")
 @click.option("--model", help="Model directory, hub id or package:NAME (model.path).")
 @click.option("--data", help="Training file, or a directory with train and test files (data.train_files).")
 @click.option("--nproc", type=click.IntRange(min=1), help="Processes, one a rank (runtime.nproc).")

@@ -60,6 +60,8 @@ def list_(root: Path | None, limit: int | None, as_json: bool) -> None:
     _table(["run", "status", "kind", "step", "reward", "val", "took", "model", "task"], rows, right=(3, 4, 5, 6))
     if any(run.kind == "sft" for run in found):
         click.echo("(reward and val of an sft run are losses)")
+    if any(run.kind in ("dpo", "rm") for run in found):
+        click.echo("(reward and val of a dpo or rm run are shares of pairs that are the right way round)")
 
 
 @runs.command()

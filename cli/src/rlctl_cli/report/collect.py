@@ -10,6 +10,7 @@ from rlctl import files
 from rlctl.rundir import RunDirectory
 from rlctl.runs import describe, flat_config
 from rlctl.tracking.reader import Metrics, Series, read_metrics
+from rlctl.trainer_kinds import PAIR_TRAINERS
 
 MAX_POINTS = 500
 """A curve with more points is thinned: a screen shows no more, and the page stays small."""
@@ -81,7 +82,11 @@ def collect(run: RunDirectory) -> Story:
     config = flat_config(run)
     samples, _ = files.read_lines(run.samples_path)
     pairs, split = pair_samples(samples)
-    charts = sft_charts(metrics) if described["manifest"].get("kind") == "sft" else rl_charts(metrics, config)
+    kind = described["manifest"].get("kind")
+    if kind in PAIR_TRAINERS:
+        charts = pair_charts(metrics)
+    else:
+        charts = sft_charts(metrics) if kind == "sft" else rl_charts(metrics, config)
     return Story(described, metrics, charts, pairs, split, config)
 
 
@@ -168,6 +173,30 @@ def sft_charts(metrics: Metrics) -> tuple[Chart, ...]:
             ),
             Chart("grad_norm", "Gradient norm", "before clipping", (Curve("model", get("train/grad_norm")),)),
             Chart("lr", "Learning rate", "", (Curve("lr", get("train/lr")),)),
+            _timing(metrics),
+            _throughput(metrics),
+        ],
+        metrics,
+    )
+
+
+def pair_charts(metrics: Metrics) -> tuple[Chart, ...]:
+    """The pictures of a run over pairs of responses."""
+    get = metrics.series
+    accuracy = (
+        Curve("training", get("rewards/accuracies")),
+        Curve("validation", get("val/rewards/accuracies"), points=True),
+    )
+    loss = (Curve("training", get("train/loss")), Curve("validation", get("val/loss"), points=True))
+    rewards = (Curve("chosen", get("rewards/chosen")), Curve("rejected", get("rewards/rejected")))
+    log_probs = (Curve("chosen", get("logps/chosen")), Curve("rejected", get("logps/rejected")))
+    return _with_data(
+        [
+            Chart("accuracy", "Pairs the right way round", "share", accuracy, "score"),
+            Chart("loss", "Loss", "a pair", loss),
+            Chart("rewards", "Rewards", "mean of a step", rewards),
+            Chart("logps", "Log-probs of responses", "nats, the sum over tokens", log_probs),
+            Chart("grad_norm", "Gradient norm", "before clipping", (Curve("model", get("train/grad_norm")),)),
             _timing(metrics),
             _throughput(metrics),
         ],

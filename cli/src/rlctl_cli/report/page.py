@@ -11,6 +11,7 @@ from rlctl import __version__
 from rlctl.manifest import now
 from rlctl.tracking.headline import write_duration, write_number
 from rlctl.tracking.reader import Series
+from rlctl.trainer_kinds import PAIR_TRAINERS, watched
 from rlctl_cli.report import charts
 from rlctl_cli.report.collect import Chart, SamplePair, Story
 from rlctl_cli.report.html import Child, Markup, tag
@@ -102,11 +103,13 @@ def _warnings(story: Story) -> Child:
 def _tiles(story: Story) -> Child:
     get, run = story.metrics.series, story.run
     sft = story.manifest.get("kind") == "sft"
-    main, held_out = ("train/loss", "val/loss") if sft else ("critic/score/mean", "val/score/mean")
+    pairs = story.manifest.get("kind") in PAIR_TRAINERS
+    main, held_out = watched(story.manifest.get("kind"))
+    label = "Training loss" if sft else "Pairs the right way round" if pairs else "Mean reward"
     tiles = [
-        _change("Training loss" if sft else "Mean reward", get(main), "first to last tenth", tenths=True, down=sft),
+        _change(label, get(main), "first to last tenth", tenths=True, down=sft),
         _change(
-            "Held-out loss" if sft else "Held-out score",
+            "Held-out loss" if sft else "Held-out pairs" if pairs else "Held-out score",
             get(held_out),
             "first to last validation",
             tenths=False,

@@ -51,9 +51,10 @@ def axis_problems(
     return _constraints(document, role, spec, topology, places, notice)
 
 
-def head_of(role: str) -> ModelType:
+def head_of(document: Document, role: str) -> ModelType:
     """The head of a role's model."""
-    return ModelType.VALUE_MODEL if role == "critic" else ModelType.LANGUAGE_MODEL
+    scores = role == "critic" or (role == "actor" and document.get(("trainer", "type")) == "rm")
+    return ModelType.VALUE_MODEL if scores else ModelType.LANGUAGE_MODEL
 
 
 def condition_problems(document: Document, role: str, spec: BackendSpec, device: str | None) -> list[Problem]:
@@ -62,7 +63,7 @@ def condition_problems(document: Document, role: str, spec: BackendSpec, device:
     places = [p for p in spec.devices if device in (None, p[0])]
     problems: list[Problem] = []
     for name, size in (_well_formed(sizes) if isinstance(sizes, dict) else {}).items():
-        cells = [find_capability(spec, Axis(name), head_of(role), *place) for place in places]
+        cells = [find_capability(spec, Axis(name), head_of(document, role), *place) for place in places]
         found = [c for c in cells if c is not None and c.support is Support.CONDITIONAL and c.constraint is None]
         if size > 1 and found and len(found) == len(cells):
             loc: Loc = (role, "parallel", name)
@@ -95,7 +96,7 @@ def _refused(
     for name, size in axes.items():
         if size == 1 and name != Axis.SP:
             continue
-        cells = [find_capability(spec, Axis(name), head_of(role), *place) for place in places]
+        cells = [find_capability(spec, Axis(name), head_of(document, role), *place) for place in places]
         if any(cell is not None and cell.support in _USABLE for cell in cells):
             continue
         loc: Loc = (role, "parallel", name)
@@ -173,7 +174,7 @@ def _constraints(
     own: Loc = (role, "model")
     model: Loc = own if isinstance(document.get(own), dict) else ("model",)
     facts = facts_of(document.get((*model, "config")), document.get((*model, "path")))
-    fits = [check_topology(spec, topology, *place, head_of(role), facts=facts) for place in places]
+    fits = [check_topology(spec, topology, *place, head_of(document, role), facts=facts) for place in places]
     good = [fit for fit in fits if not fit.problems]
     if good:
         for note in dict.fromkeys(note for fit in good[:1] for note in fit.notes):

@@ -23,6 +23,7 @@ from rlctl.config.homes import Home, Homes
 from rlctl.config.problems import Problem, from_error
 from rlctl.config.schema import ActorConfig, CriticConfig, RefConfig, RolloutConfig, TeacherConfig
 from rlctl.config.schema_critic import needs_critic
+from rlctl.config.schema_preference import dpo_has_reference
 from rlctl.config.schema_runtime import MAIN_POOL
 from rlctl.config.staleness import add_correction
 from rlctl.config.teacher_engine import teacher_problems
@@ -93,7 +94,7 @@ def resolve_engines(document: Document, plugins: PluginSet, notice: Callable[[st
 def _add_critic(document: Document) -> None:
     """Choosing an estimator that needs a critic makes one, of defaults."""
     estimator = document.get(("algorithm", "adv_estimator"))
-    if document.get(("critic",)) is None and document.get(("trainer", "type")) != "sft" and needs_critic(estimator):
+    if document.get(("critic",)) is None and _trainer(document) == "rl" and needs_critic(estimator):
         document.set(("critic",), {}, Origin("derived", f"as algorithm.adv_estimator is {estimator}"))
 
 
@@ -111,14 +112,20 @@ def _needed(document: Document, role: str) -> bool:
 
 
 def _takes_part(document: Document, role: str) -> bool:
-    sft = document.get(("trainer", "type")) == "sft"
+    rl = _trainer(document) == "rl"
     kl = True in (document.get(("actor", "use_kl_loss")), document.get(("algorithm", "use_kl_in_reward")))
-    return {"ref": kl and not sft, "rollout": not sft}.get(role, True)
+    if role == "ref":
+        return kl if rl else _trainer(document) == "dpo" and dpo_has_reference(document.get(("dpo",)))
+    return rl or role != "rollout"
+
+
+def _trainer(document: Document) -> object:
+    return document.get(("trainer", "type"), "rl")
 
 
 _ABSENT = {
-    "ref": "there is no KL to a reference (actor.use_kl_loss, algorithm.use_kl_in_reward), or no RL",
-    "rollout": "trainer.type sft samples nothing",
+    "ref": "there is no KL to a reference (actor.use_kl_loss, algorithm.use_kl_in_reward), and no DPO that has one",
+    "rollout": "only trainer.type rl samples",
 }
 """Why a role takes no part."""
 
@@ -203,7 +210,7 @@ def _one_role(
                 out.problems.append(from_error(loc, document, error))
             return
     out.specs[role] = spec
-    if head_of(role) not in spec.model_types:
+    if head_of(document, role) not in spec.model_types:
         out.problems.append(_without_head(document, role, spec, home.plugins, derived))
         return
     out.problems += adapter_problems(document, role, spec, home.plugins)
@@ -220,12 +227,12 @@ def _without_head(document: Document, role: str, spec: BackendSpec, plugins: Plu
     known = {
         spec.name: spec for spec in (*(e.spec for e in catalogue.entries()), *(r.spec for r in plugins.backends()))
     }
-    names = sorted(n for n, s in known.items() if s.kind is spec.kind and head_of(role) in s.model_types)
+    names = sorted(n for n, s in known.items() if s.kind is spec.kind and head_of(document, role) in s.model_types)
     installed = [r.spec.name for r in plugins.backends() if r.spec.name in names]
     return Problem(
         dotted(loc),
         str(document.origin(loc)),
-        f"{spec.name} has no {head_of(role)}, which a {role} is",
+        f"{spec.name} has no {head_of(document, role)}, which a {'reward model' if role == 'actor' else role} is",
         wanted=f"one of {', '.join(names)}" if names else "a backend that has one; rlctl capabilities shows none",
         hint=f"set {role}.backend={(installed or names or ['NAME'])[0]}" + ("" if installed else "; install it first"),
     )

@@ -7,16 +7,70 @@ from typing import Any
 
 from rlctl.config.migrate_kinds import Left, Outcome, Rule, as_list, left, needless, on, to, unless, words
 
+_OF_DPO = (
+    "rpo_alpha",
+    "label_smoothing",
+    "reference_free",
+    "precompute_ref_log_probs",
+    "f_divergence_type",
+    "simpo_gamma",
+)
+_DPO_LOSSES = ("sigmoid", "ipo", "hinge", "simpo")
 
-def _beta(value: Any, _: Mapping[str, Any]) -> Outcome:
+_GRPO_LOSS = words(
+    "actor.loss_agg_mode",
+    {
+        "grpo": "seq-mean-token-mean",
+        "dapo": "token-mean",
+        "bnpo": "token-mean",
+        "dr_grpo": "seq-mean-token-sum-norm",
+    },
+    "set actor.loss_agg_mode",
+)
+
+
+def _is_dpo(leaves: Mapping[str, Any]) -> bool:
+    """True for a DPOConfig: it has keys or a loss that no other trainer has."""
+    loss = leaves.get("loss_type")
+    kinds = loss if isinstance(loss, list) else [loss]
+    return any(key in leaves for key in _OF_DPO) or any(kind in _DPO_LOSSES for kind in kinds)
+
+
+def _of_dpo(path: str) -> Rule:
+    def rule(value: Any, _: Mapping[str, Any]) -> Outcome:
+        if value is None:
+            return Left("not set there", needless=True)
+        return {path: value, "trainer.type": "dpo"}
+
+    return rule
+
+
+def _loss_type(value: Any, leaves: Mapping[str, Any]) -> Outcome:
+    kind = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if not _is_dpo(leaves):
+        return _GRPO_LOSS(value, leaves)
+    if kind not in _DPO_LOSSES:
+        return Left(f"set dpo.loss_type: one of {', '.join(_DPO_LOSSES)}")
+    out: dict[str, Any] = {"dpo.loss_type": kind, "trainer.type": "dpo"}
+    # There, IPO's log-probs are means over tokens.
+    return out | ({"dpo.average_log_probs": True} if kind == "ipo" else {})
+
+
+def _beta(value: Any, leaves: Mapping[str, Any]) -> Outcome:
+    if _is_dpo(leaves):
+        return {"dpo.beta": value, "trainer.type": "dpo"}
     if not value:
         return {"actor.use_kl_loss": False}
     return {"actor.use_kl_loss": True, "actor.kl_loss_coef": value}
 
 
 def _prompts_a_step(value: Any, leaves: Mapping[str, Any]) -> Outcome:
-    """TRL counts completions on one device; rlctl counts prompts of a step over all devices."""
+    """TRL counts completions on one device; rlctl counts prompts of a step over all devices. Pairs of DPO are two rows."""
     group, steps = leaves.get("num_generations", 8), leaves.get("gradient_accumulation_steps", 1)
+    if _is_dpo(leaves):
+        whole = isinstance(value, int) and isinstance(steps, int)
+        pairs: dict[str, Any] = {"data.train_batch_size": value * steps, "actor.micro_batch_size_per_device": 2 * value}
+        return pairs if whole else Left("set data.train_batch_size: pairs of an optimizer step")
     out: dict[str, Any] = {"actor.micro_batch_size_per_device": value}
     whole = isinstance(value, int) and isinstance(steps, int) and isinstance(group, int) and group > 0
     if whole and value * steps % group == 0 and value * steps >= group:
@@ -42,16 +96,7 @@ RULES: dict[str, Rule] = {
     "seed": to("trainer.seed"),
     "beta": _beta,
     "epsilon": to("actor.policy_loss.clip_ratio_low", "actor.policy_loss.clip_ratio_high"),
-    "loss_type": words(
-        "actor.loss_agg_mode",
-        {
-            "grpo": "seq-mean-token-mean",
-            "dapo": "token-mean",
-            "bnpo": "token-mean",
-            "dr_grpo": "seq-mean-token-sum-norm",
-        },
-        "set actor.loss_agg_mode",
-    ),
+    "loss_type": _loss_type,
     "scale_rewards": words(
         "algorithm.norm_adv_by_std_in_grpo",
         {True: True, False: False, "group": True, "none": False},
@@ -82,4 +127,15 @@ RULES: dict[str, Rule] = {
     "vf_coef": left("the critic has a loss and an optimizer of its own: set critic.optim.lr"),
     "num_ppo_epochs": to("actor.ppo_epochs"),
     "num_mini_batches": left("set actor.ppo_mini_batch_size: prompts of one optimizer step"),
+    # ---- of DPO and reward models
+    "label_smoothing": _of_dpo("dpo.label_smoothing"),
+    "rpo_alpha": _of_dpo("dpo.nll_coef"),
+    "reference_free": _of_dpo("dpo.reference_free"),
+    "simpo_gamma": _of_dpo("dpo.simpo_gamma"),
+    "precompute_ref_log_probs": needless("the reference is asked once for each batch"),
+    "center_rewards_coefficient": lambda value, _: (
+        Left("not set there", needless=True)
+        if value is None
+        else {"rm.center_rewards_coefficient": value, "trainer.type": "rm"}
+    ),
 }

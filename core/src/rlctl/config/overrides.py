@@ -82,8 +82,12 @@ def _flag_values(document: Document, name: str, value: Any) -> list[tuple[str, A
     if name in ("data", "val_data"):
         return [(FLAGS[name][0], [str(v) for v in value] if isinstance(value, (list, tuple)) else [str(value)])]
     if name == "algorithm":
-        # SFT is a trainer of its own and has no advantages; everything else says how rewards become advantages.
-        return [("trainer.type", "sft")] if value == "sft" else [(FLAGS[name][0], value), ("trainer.type", "rl")]
+        # SFT and what learns from pairs have no advantages; everything else says how rewards become advantages.
+        return (
+            [("trainer.type", value)]
+            if value in ("sft", "dpo", "rm")
+            else [(FLAGS[name][0], value), ("trainer.type", "rl")]
+        )
     if name == "backend":
         # Reference and critic follow the actor unless the file gives them a backend of their own: then all change together.
         return [(path, value) for path in FLAGS[name] if path == "actor.backend" or document.get(_loc(path))]

@@ -26,6 +26,7 @@ from rlctl.config.schema_model import ModelConfig
 from rlctl.config.schema_model import OptimConfig as OptimConfig
 from rlctl.config.schema_model import ParallelConfig as ParallelConfig
 from rlctl.config.schema_pools import pool_faults
+from rlctl.config.schema_preference import DPOConfig, RMConfig, preference_faults
 from rlctl.config.schema_reward import RewardComponent as RewardComponent
 from rlctl.config.schema_reward import RewardConfig
 from rlctl.config.schema_roles import ActorConfig, RefConfig, TeacherConfig, WarmStartConfig
@@ -34,7 +35,7 @@ from rlctl.config.schema_rollout import RolloutConfig
 from rlctl.config.schema_rollout import ValSampling as ValSampling
 from rlctl.config.schema_runtime import RuntimeConfig
 from rlctl.config.schema_trainer import GuardsConfig, TrainerConfig
-from rlctl.config.sft_faults import sft_faults
+from rlctl.config.sft_faults import supervised_faults
 from rlctl.config.staleness import staleness_faults
 from rlctl.records import BackendKind
 
@@ -58,6 +59,8 @@ class RunConfig(Strict):
     )
     guards: GuardsConfig = Field(default_factory=GuardsConfig, description="What stops a run that has gone wrong.")
     warm_start: WarmStartConfig | None = Field(default=None, description="A short SFT before RL.")
+    dpo: DPOConfig = Field(default_factory=DPOConfig, description="Learning from pairs (trainer.type dpo).")
+    rm: RMConfig = Field(default_factory=RMConfig, description="Training a reward model (trainer.type rm).")
     distillation: DistillationConfig | None = Field(default=None, description="Learn from a teacher.")
     teacher: TeacherConfig | None = Field(default=None, description="Whom distillation learns from.")
 
@@ -65,9 +68,9 @@ class RunConfig(Strict):
     def _batch_arithmetic(self) -> RunConfig:
         # All of them, one a line: the reader mends them together.
         faults = distillation_faults(self) + algorithm_faults(self) + critic_faults(self)
-        if self.trainer.type == "rl":  # in SFT the section itself is refused
+        if self.trainer.type == "rl":  # elsewhere the section itself is refused
             faults += correction_faults(self)
-        faults += reward_faults(self) + entropy_faults(self) + sft_faults(self)
+        faults += reward_faults(self) + entropy_faults(self) + supervised_faults(self) + preference_faults(self)
         faults += [*staleness_faults(self), *lora_faults(self), *environment_faults(self)]
         rl = self.trainer.type == "rl"
         mini = self.actor.ppo_mini_batch_size
@@ -92,7 +95,9 @@ class RunConfig(Strict):
 
     @property
     def needs_reference(self) -> bool:
-        """True where a reference takes part: for a KL in the loss or in the reward."""
+        """True where a reference takes part: for a KL in the loss or in the reward, or for DPO."""
+        if self.trainer.type == "dpo":
+            return self.dpo.needs_reference
         return self.trainer.type == "rl" and (self.actor.use_kl_loss or self.algorithm.use_kl_in_reward)
 
     def pool_of(self, role: str) -> str:
@@ -106,9 +111,9 @@ class RunConfig(Strict):
 
     def roles_used(self) -> dict[str, str]:
         """Role -> pool, of the roles that take part in this run."""
-        roles = ["actor"]
+        roles = ["actor", *(["ref"] if self.needs_reference else [])]
         if self.trainer.type == "rl":
-            roles += ["rollout", *(["ref"] if self.needs_reference else [])]
+            roles.append("rollout")
             roles += [role for role in ("critic", "teacher") if getattr(self, role) is not None]
         return {role: self.pool_of(role) for role in roles}
 

@@ -60,7 +60,8 @@ def critic_faults(config: RunConfig) -> list[str]:
         return []
     with_values = [name for name in ADVANTAGES if needs_critic(name)]
     if not rl:
-        return ["critic has nothing to do in SFT: take critic out"]
+        where = "SFT" if config.trainer.type == "sft" else f"trainer.type {config.trainer.type}"
+        return [f"critic has nothing to do in {where}: take critic out"]
     if estimator in ADVANTAGES and estimator not in with_values:
         return [
             f"critic has nothing to do with algorithm.adv_estimator {estimator}: set it to {' or '.join(with_values)}, or take "

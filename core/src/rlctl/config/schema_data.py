@@ -27,6 +27,13 @@ class ColumnsConfig(Strict):
     answer: str | None = Field(default=None, description="Ground truth for the reward.")
     response: str | None = Field(default=None, description="Target text for SFT.")
     messages: str | None = Field(default=None, description="Whole conversations, for SFT.")
+    chosen: str | None = Field(
+        default=None, description="The better response of a pair: text, messages, or a whole conversation."
+    )
+    rejected: str | None = Field(default=None, description="The worse response of a pair.")
+    margin: str | None = Field(
+        default=None, description="By how much the chosen response is better, for a reward model."
+    )
     data_source: str | None = Field(default=None, description="Where a row comes from; metrics are split by it.")
 
 
@@ -45,7 +52,9 @@ class DataConfig(Strict):
     )
     train_max_samples: Count | None = Field(default=None, description="Use only the first rows for training.")
     val_max_samples: Count | None = Field(default=None, description="Use only the first rows for validation.")
-    train_batch_size: Count = Field(default=32, description="Prompts a step (RL); rows an optimizer step (SFT).")
+    train_batch_size: Count = Field(
+        default=32, description="Prompts a step (RL); rows an optimizer step (SFT); pairs an optimizer step (dpo, rm)."
+    )
     gen_batch_size: Count | None = Field(
         default=None,
         description="Prompts of a generation batch of algorithm.filter_groups; default: train_batch_size.",

@@ -26,7 +26,9 @@ class GuardsConfig(Strict):
 class TrainerConfig(Strict):
     """The loop."""
 
-    type: Literal["rl", "sft"] = Field(default="rl", description="Which trainer.")
+    type: Literal["rl", "sft", "dpo", "rm"] = Field(
+        default="rl", description="Which trainer; dpo and rm learn from pairs of a chosen and a rejected response."
+    )
     total_training_steps: Count | None = Field(default=None, description="Steps; default: total_epochs.")
     total_epochs: Count = Field(default=1, description="Passes over the training rows.")
     seed: Seed = Field(default=0, description="Order of rows, sampling and random weights follow from it.")

@@ -1,4 +1,4 @@
-"""What has nothing to do in SFT. Imports no torch."""
+"""What has nothing to do in a trainer that samples nothing. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rlctl.config.schema import RunConfig
 
+_NAMES = {"sft": "SFT", "dpo": "DPO", "rm": "the training of a reward model"}
 _KEYS = {
     "algorithm": (
         "filter_groups",
@@ -23,9 +24,10 @@ _KEYS = {
 components of the reward) stays: one file serves both trainers."""
 
 
-def sft_faults(config: RunConfig) -> list[str]:
+def supervised_faults(config: RunConfig) -> list[str]:
     """What is wrong, one line each."""
-    if config.trainer.type != "sft":
+    kind = config.trainer.type
+    if kind == "rl":
         return []
     given = [
         f"{name}.{key}"
@@ -35,4 +37,4 @@ def sft_faults(config: RunConfig) -> list[str]:
         != type(getattr(config, name)).model_fields[key].get_default(call_default_factory=True)
     ]
     given += [f"reward.{key}" for key in config.reward.shapes]
-    return [f"{path} has nothing to do in SFT: take it out, or set trainer.type to rl" for path in given]
+    return [f"{path} has nothing to do in {_NAMES[kind]}: take it out, or set trainer.type to rl" for path in given]

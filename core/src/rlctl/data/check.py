@@ -25,12 +25,15 @@ from rlctl.data.lengths import (
     model_positions,
     overlong,
 )
+from rlctl.data.pair_check import check_pair_tokens
+from rlctl.data.pairs import SIDES
 from rlctl.data.prompts import PromptEncoder
 from rlctl.data.readers import Split, directory_has_split
 from rlctl.data.report import DataReport, SplitReport, describe_lengths
 from rlctl.data.rows import collect_rows
 from rlctl.data.tokenizer import load_tokenizer
 from rlctl.errors import DataError, RlctlError
+from rlctl.trainer_kinds import PAIR_TRAINERS
 
 if TYPE_CHECKING:
     from rlctl.config.load import ResolvedConfig
@@ -59,17 +62,20 @@ def check_data(
     report = DataReport(resolved.source)
     tell = progress or (lambda phase, done, total: None)
     start = time.monotonic()
-    splits = _read(report, config.data, ("train", "val"), tell)
+    sft, rl, pairs = config.trainer.type == "sft", config.trainer.type == "rl", config.trainer.type in PAIR_TRAINERS
+    splits = _read(report, config.data, ("train", "val"), tell, pairs=pairs)
     _compare(report, splits)
     _check_sizes(report, splits["train"], config)
-    sft = config.trainer.type == "sft"
     encoder, positions = _encoder(report, config, tell)
     if encoder is not None:
         for split, rows in splits.items():
+            if pairs:
+                check_pair_tokens(report, split, rows, encoder, config, positions, tell)
+                continue
             # A warm start trains on the training rows' own answers.
             trains = sft or (split == "train" and config.warm_start is not None)
             _check_tokens(report, split, rows, encoder, config, trains, positions, tell)
-    if not sft:
+    if rl:
         _check_reward(report, splits, resolved, plugins, tell, reward_limit_s)
     report.seconds = time.monotonic() - start
     return report
@@ -84,10 +90,12 @@ def check_files(entry: str, data: DataConfig, progress: Progress | None = None) 
     names: tuple[Split, ...] = ("train", "val") if both and directory_has_split(entry, "val") else ("train",)
     if Path(entry).is_dir() and not both and directory_has_split(entry, "val"):
         names = ("val",)
-    splits = _read(report, data.model_copy(update={"train_files": (entry,), "val_files": ()}), names, tell)
+    splits = _read(report, data.model_copy(update={"train_files": (entry,), "val_files": ()}), names, tell, pairs=None)
     _compare(report, splits)
     for split, rows in splits.items():
         _add_lengths(report, split, "prompt", [len(row.prompt_text) for row in rows], "characters")
+        for side in SIDES:
+            _add_lengths(report, split, side, [len(getattr(row.pair, side)) for row in rows if row.pair], "characters")
         answers = [len(text) for row in rows if (text := row.response or row.answer) is not None]
         _add_lengths(report, split, "response", answers, "characters")
     report.seconds = time.monotonic() - start
@@ -95,13 +103,15 @@ def check_files(entry: str, data: DataConfig, progress: Progress | None = None) 
 
 
 # ---- rows ---------------------------------------------------------------------------------------------------------
-def _read(report: DataReport, data: DataConfig, names: Sequence[Split], tell: Progress) -> dict[Split, list[Row]]:
+def _read(
+    report: DataReport, data: DataConfig, names: Sequence[Split], tell: Progress, *, pairs: bool | None
+) -> dict[Split, list[Row]]:
     splits: dict[Split, list[Row]] = {}
     for split in names:
         phase = f"reading {split}"
         tell(phase, 0, None)
         try:
-            rows, faults = collect_rows(data, split, lambda done, phase=phase: tell(phase, done, None))
+            rows, faults = collect_rows(data, split, lambda done, phase=phase: tell(phase, done, None), pairs=pairs)
         except DataError as error:
             rows, faults = [], [_from_error("file", f"data.{split}_files", error)]
         splits[split] = rows
@@ -115,9 +125,13 @@ def _compare(report: DataReport, splits: dict[Split, list[Row]]) -> None:
     keys: dict[Split, dict[str, Row]] = {}
     for split, rows in splits.items():
         first: dict[str, Row] = {}
+        seen: dict[str, Row] = {}
         again: list[Row] = []
         for row in rows:
-            if first.setdefault(_key(row), row) is not row:
+            first.setdefault(_key(row), row)
+            # A prompt may have several pairs.
+            whole = _key(row) + repr(row.pair) if row.pair else _key(row)
+            if seen.setdefault(whole, row) is not row:
                 again.append(row)
         keys[split] = first
         report.splits[split].duplicates = len(again)

@@ -11,6 +11,8 @@ prompt, answer                                      plain
 question, answer                                    GSM8K: the answer is what follows ``####``, the response all of it
 messages                                            a chat; SFT trains on each assistant turn
 prompt, response or completion                      SFT, text or chat messages
+prompt, chosen, rejected                            pairs, see :mod:`rlctl.data.pair_columns`
+chosen, rejected                                    pairs of whole conversations, which begin with the same prompt
 ==================================================  ===================================================================
 
 ``data.columns`` names other columns; a dot reaches into an object (``reward_model.ground_truth``).
@@ -43,6 +45,15 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class Pair:
+    """Two responses to one prompt. ``margin``: by how much the chosen one is better, None where the row does not say."""
+
+    chosen: str
+    rejected: str
+    margin: float | None = None
+
+
+@dataclass(frozen=True)
 class Row:
     """One row of a dataset, of whatever shape it was stored in.
 
@@ -56,6 +67,7 @@ class Row:
         extra: ``extra_info`` and every column that has no other meaning.
         ground_truth: the answer as it was stored, of any JSON type; what a user's reward function gets.
         messages: the whole chat of a chat row; SFT trains on each of its assistant turns.
+        pair: the two responses of a row of pairs.
     """
 
     index: int
@@ -67,6 +79,7 @@ class Row:
     extra: dict[str, Any] = field(default_factory=dict)
     ground_truth: Any = None
     messages: tuple[Message, ...] | None = None
+    pair: Pair | None = None
 
     @property
     def prompt_text(self) -> str:
@@ -86,6 +99,9 @@ class Columns:
     messages: str | None = None
     data_source: str | None = None
     gsm8k: bool = False
+    chosen: str | None = None
+    rejected: str | None = None
+    margin: str | None = None
 
 
 class RowError(Exception):
@@ -98,8 +114,11 @@ class RowError(Exception):
         self.next = next
 
 
-def find_columns(record: Record, mapping: ColumnsConfig, file: str) -> Columns:
+def find_columns(record: Record, mapping: ColumnsConfig, file: str, *, pairs: bool = False) -> Columns:
     """Decide which columns a file uses, from its first record.
+
+    Args:
+        pairs: rows are pairs of responses; else a chosen and a rejected one are columns like any other.
 
     Raises:
         DataError: a mapped column is not there, or no column can be the prompt.
@@ -107,7 +126,7 @@ def find_columns(record: Record, mapping: ColumnsConfig, file: str) -> Columns:
     values = record.values
     named = {name: value for name, value in mapping.model_dump().items() if value is not None}
     for name, column in named.items():
-        if not _has(values, column):
+        if not has_value(values, column):
             near = nearest(column, values)
             raise DataError(
                 f"{file} has no column {column!r}, which data.columns.{name} names",
@@ -115,23 +134,31 @@ def find_columns(record: Record, mapping: ColumnsConfig, file: str) -> Columns:
                 wanted=f"did you mean {near!r}?" if near else "the name of one of these columns",
                 next=f"data.columns.{name}={near or 'COLUMN'}",
             )
+    if pairs:
+        from rlctl.data.pair_columns import find_pair_columns
+
+        return find_pair_columns(values, named, file)
     if "messages" in named or ("prompt" not in named and isinstance(values.get("messages"), list)):
         messages = named.get("messages", "messages")
-        answer = named.get("answer") or _first(values, ANSWER_COLUMNS)
-        return Columns(messages=messages, answer=answer, data_source=_data_source(values, named))
-    prompt = named.get("prompt") or _first(values, PROMPT_COLUMNS)
+        answer = named.get("answer") or first_of(values, ANSWER_COLUMNS)
+        return Columns(messages=messages, answer=answer, data_source=data_source_of(values, named))
+    prompt = named.get("prompt") or first_of(values, PROMPT_COLUMNS)
     if prompt is None:
-        _no_prompt(values, file)
-    answer = named.get("answer") or _first(values, ANSWER_COLUMNS)
-    response = named.get("response") or _first(values, RESPONSE_COLUMNS)
-    text = _get(values, answer) if answer else None
+        no_prompt(values, file)
+    answer = named.get("answer") or first_of(values, ANSWER_COLUMNS)
+    response = named.get("response") or first_of(values, RESPONSE_COLUMNS)
+    text = get_value(values, answer) if answer else None
     gsm8k = isinstance(text, str) and "####" in text
-    return Columns(prompt, answer, response, None, _data_source(values, named), gsm8k)
+    return Columns(prompt, answer, response, None, data_source_of(values, named), gsm8k)
 
 
 def to_row(record: Record, index: int, columns: Columns, default_source: str) -> Row | Fault:
     """The row of a record, or what is wrong with it."""
     try:
+        if columns.chosen is not None:
+            from rlctl.data.pair_columns import pair_row
+
+            return pair_row(record, index, columns, default_source)
         if columns.messages is not None:
             return _chat_row(record, index, columns, default_source)
         return _prompt_row(record, index, columns, default_source)
@@ -154,21 +181,21 @@ def source_name(entry: str) -> str:
 def _prompt_row(record: Record, index: int, columns: Columns, default_source: str) -> Row:
     assert columns.prompt is not None
     values = record.values
-    raw_prompt = _need(values, columns.prompt)
-    prompt = raw_prompt if isinstance(raw_prompt, str) else _messages(raw_prompt, columns.prompt)
+    raw_prompt = need(values, columns.prompt)
+    prompt = raw_prompt if isinstance(raw_prompt, str) else messages_of(raw_prompt, columns.prompt)
     if isinstance(prompt, str):
-        _check_text(prompt, columns.prompt)
+        check_text(prompt, columns.prompt)
     empty = not prompt.strip() if isinstance(prompt, str) else not any(m["content"].strip() for m in prompt)
     if empty:
         raise RowError("empty_prompt", f"the prompt ({columns.prompt}) is empty", "fill it or remove the row")
-    truth = _need(values, columns.answer) if columns.answer else None
+    truth = need(values, columns.answer) if columns.answer else None
     answer = None if columns.answer is None else _answer_text(truth, columns.answer)
     response: str | None = None
     chat: tuple[Message, ...] | None = None
     if columns.response is not None:
-        raw_response = _need(values, columns.response)
+        raw_response = need(values, columns.response)
         if isinstance(raw_response, list):
-            turns = _messages(raw_response, columns.response)
+            turns = messages_of(raw_response, columns.response)
             start = prompt if isinstance(prompt, tuple) else ({"role": "user", "content": prompt},)
             if turns[-1]["role"] != "assistant":
                 raise RowError("messages", f"{columns.response} does not end with an assistant turn", "correct the row")
@@ -176,40 +203,41 @@ def _prompt_row(record: Record, index: int, columns: Columns, default_source: st
             chat = start + turns if len(turns) > 1 else None
             prompt = prompt if chat is None else chat[:-1]
         else:
-            response = _text(raw_response, columns.response)
+            response = text_of(raw_response, columns.response)
     if columns.gsm8k:
         assert answer is not None
         response = answer if response is None else response
         answer = truth = _after_hashes(answer, columns.answer)
-    return Row(index, record.where, prompt, answer, response, _source(values, columns, default_source),
-               _extra(values, columns), truth, chat)  # fmt: skip
+    return Row(index, record.where, prompt, answer, response, source_of(values, columns, default_source),
+               extra_of(values, columns), truth, chat)  # fmt: skip
 
 
 def _chat_row(record: Record, index: int, columns: Columns, default_source: str) -> Row:
     assert columns.messages is not None
     values = record.values
-    messages = _messages(_need(values, columns.messages), columns.messages)
+    messages = messages_of(need(values, columns.messages), columns.messages)
     response = messages[-1]["content"] if messages[-1]["role"] == "assistant" else None
     prompt = messages[:-1] if response is not None else messages
     if not any(message["content"].strip() for message in prompt):
         raise RowError("empty_prompt", "the chat has nothing before the assistant's turn", "fill it or remove the row")
-    truth = _need(values, columns.answer) if columns.answer else None
+    truth = need(values, columns.answer) if columns.answer else None
     answer = None if columns.answer is None else _answer_text(truth, columns.answer)
-    return Row(index, record.where, prompt, answer, response, _source(values, columns, default_source),
-               _extra(values, columns), truth, messages)  # fmt: skip
+    return Row(index, record.where, prompt, answer, response, source_of(values, columns, default_source),
+               extra_of(values, columns), truth, messages)  # fmt: skip
 
 
-def _source(values: Mapping[str, Any], columns: Columns, default: str) -> str:
-    value = _get(values, columns.data_source) if columns.data_source else None
+def source_of(values: Mapping[str, Any], columns: Columns, default: str) -> str:
+    value = get_value(values, columns.data_source) if columns.data_source else None
     if not isinstance(value, str) or not value:
         return default
     assert columns.data_source is not None
-    _check_text(value, columns.data_source)
+    check_text(value, columns.data_source)
     return value
 
 
-def _extra(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
+def extra_of(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
     used = {columns.prompt, columns.answer, columns.response, columns.messages, columns.data_source, "extra_info"}
+    used |= {columns.chosen, columns.rejected, columns.margin}
     used |= {name.partition(".")[0] for name in used if name and name not in values}
     extra = {name: value for name, value in values.items() if name not in used}
     nested = values.get("extra_info")
@@ -221,25 +249,25 @@ def _extra(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
 
 
 # ---- values -------------------------------------------------------------------------------------------------------
-def _need(values: Mapping[str, Any], column: str) -> Any:
-    if not _has(values, column):
+def need(values: Mapping[str, Any], column: str) -> Any:
+    if not has_value(values, column):
         near = nearest(column, values)
         hint = f"; it has {listing(values, 8)}" + (f" (did you mean {near!r}?)" if near else "")
         raise RowError("columns", f"the row has no {column!r}{hint}", "fill the column in every row, or remove the row")
-    value = _get(values, column)
+    value = get_value(values, column)
     if value is None:
         raise RowError("columns", f"{column} is null", "fill the column in every row, or remove the row")
     return value
 
 
-def _text(value: Any, column: str) -> str:
+def text_of(value: Any, column: str) -> str:
     if not isinstance(value, str):
         raise RowError("type", f"{column} is {type_name(value)}, not a string", "write it as a string")
-    _check_text(value, column)
+    check_text(value, column)
     return value
 
 
-def _check_text(text: str, column: str) -> None:
+def check_text(text: str, column: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -253,7 +281,7 @@ def _check_text(text: str, column: str) -> None:
 def _answer_text(value: Any, column: str) -> str:
     """Ground truth as text. A float that is a whole number loses its ``.0``, which parquet writers like to add."""
     if isinstance(value, str):
-        _check_text(value, column)
+        check_text(value, column)
         return value
     if isinstance(value, (bool, int)):
         return str(value)
@@ -266,7 +294,7 @@ def _answer_text(value: Any, column: str) -> str:
             text = json.dumps(value, ensure_ascii=False, default=str)
         except (ValueError, RecursionError) as error:
             raise RowError("type", f"{column} cannot be written as text: {error}", "write it as a string") from error
-        _check_text(text, column)
+        check_text(text, column)
         return text
     raise RowError("type", f"{column} is {type_name(value)}, not text or a number", "write it as a string")
 
@@ -282,7 +310,7 @@ def _after_hashes(answer: str, column: str | None) -> str:
     return tail.strip()
 
 
-def _messages(value: Any, column: str) -> tuple[Message, ...]:
+def messages_of(value: Any, column: str) -> tuple[Message, ...]:
     if not isinstance(value, (list, tuple)):
         raise RowError(
             "type", f"{column} is {type_name(value)}, not text or a list of messages", "write it as a string"
@@ -320,36 +348,36 @@ def _message(item: Any, place: str) -> Message:
         raise RowError("messages", f"{place}.content is a list of parts; only text is read", "write it as one string")
     if not isinstance(content, str):
         raise RowError("messages", f"{place}.content is {type_name(content)}, not a string", "write it as a string")
-    _check_text(content, f"{place}.content")
+    check_text(content, f"{place}.content")
     return message
 
 
 # ---- lookup -------------------------------------------------------------------------------------------------------
-def _has(values: Mapping[str, Any], column: str) -> bool:
+def has_value(values: Mapping[str, Any], column: str) -> bool:
     if column in values:
         return True
     head, dot, rest = column.partition(".")
     inner = values.get(head)
-    return bool(dot) and isinstance(inner, Mapping) and _has(inner, rest)
+    return bool(dot) and isinstance(inner, Mapping) and has_value(inner, rest)
 
 
-def _get(values: Mapping[str, Any], column: str) -> Any:
+def get_value(values: Mapping[str, Any], column: str) -> Any:
     if column in values:
         return values[column]
     head, dot, rest = column.partition(".")
     inner = values.get(head)
-    return _get(inner, rest) if dot and isinstance(inner, Mapping) else None
+    return get_value(inner, rest) if dot and isinstance(inner, Mapping) else None
 
 
-def _first(values: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
-    return next((name for name in names if _get(values, name) is not None), None)
+def first_of(values: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
+    return next((name for name in names if get_value(values, name) is not None), None)
 
 
-def _data_source(values: Mapping[str, Any], named: Mapping[str, str]) -> str | None:
+def data_source_of(values: Mapping[str, Any], named: Mapping[str, str]) -> str | None:
     return named.get("data_source") or ("data_source" if "data_source" in values else None)
 
 
-def _no_prompt(values: Mapping[str, Any], file: str) -> None:
+def no_prompt(values: Mapping[str, Any], file: str) -> None:
     near = next((name for name in PROMPT_SYNONYMS if name in values), None)
     near = near or next((match for name in ("messages", *PROMPT_COLUMNS) if (match := nearest(name, values))), None)
     key = "messages" if near and near.startswith(("conv", "dialog")) else "prompt"

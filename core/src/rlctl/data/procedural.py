@@ -10,10 +10,10 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from rlctl.data.columns import Row
+from rlctl.data.columns import Pair, Row
 from rlctl.data.faults import listing, nearest
 from rlctl.data.readers import Split
 from rlctl.errors import DataError
@@ -63,6 +63,24 @@ def make_rows(task: TaskConfig, split: Split) -> list[Row]:
         Row(index, f"{task.name} {split} row {index}", prompt, answer, None, task.name, {}, answer)
         for index, (prompt, answer) in enumerate(pairs)
     ]
+
+
+def with_pair(row: Row, seed: int) -> Row:
+    """The row with its own answer as the chosen response and the answer's characters in another order as the rejected one.
+
+    Raises:
+        DataError: the row has no answer.
+    """
+    if not row.answer:
+        raise DataError(f"{row.source} has no answer to make a pair of", next="data.task.name=sort_digits")
+    rng = random.Random(f"{row.data_source}/{seed}/pair/{row.source}")
+    characters = list(row.answer)
+    if len(set(characters)) == 1:
+        # No other order: another character.
+        characters[rng.randrange(len(characters))] = rng.choice([c for c in "0123456789" if c != characters[0]])
+    while "".join(characters) == row.answer:
+        rng.shuffle(characters)
+    return replace(row, pair=Pair(row.answer, "".join(characters)))
 
 
 def _drawer(task: TaskConfig) -> Callable[[random.Random], tuple[str, str]]:

@@ -5,42 +5,50 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from rlctl.data.columns import Columns, Message, Row, find_columns, source_name, to_row
+from rlctl.data.columns import Columns, Message, Pair, Row, find_columns, source_name, to_row
 from rlctl.data.faults import Fault, raise_faults, show_path
-from rlctl.data.procedural import make_rows
+from rlctl.data.pair_columns import has_pair
+from rlctl.data.procedural import make_rows, with_pair
 from rlctl.data.readers import Split, directory_has_split, read_records, split_files
 
 if TYPE_CHECKING:
     from rlctl.config.schema import ColumnsConfig, DataConfig
 
-__all__ = ["Columns", "Message", "Row", "collect_rows", "load_rows", "read_file", "val_entries"]
+__all__ = ["Columns", "Message", "Pair", "Row", "collect_rows", "load_rows", "read_file", "val_entries"]
 
 MAX_FAULTS = 1000
 """Faults kept of one split; a file of the wrong kind has one on each line."""
 
 
-def load_rows(data: DataConfig, split: Split) -> list[Row]:
+def load_rows(data: DataConfig, split: Split, *, pairs: bool = False) -> list[Row]:
     """The rows of a split, or an empty list for ``val`` where the configuration has no validation data.
+
+    Args:
+        pairs: rows are pairs of responses.
 
     Raises:
         DataError: a file cannot be read, or rows are faulty; the message names each by file and line.
     """
-    rows, faults = collect_rows(data, split)
+    rows, faults = collect_rows(data, split, pairs=pairs)
     raise_faults(f"{len(faults)} fault{'s' if len(faults) != 1 else ''} in the {split} data", faults)
     return rows
 
 
 def collect_rows(
-    data: DataConfig, split: Split, progress: Callable[[int], None] | None = None
+    data: DataConfig, split: Split, progress: Callable[[int], None] | None = None, *, pairs: bool | None = False
 ) -> tuple[list[Row], list[Fault]]:
     """Every readable row of a split and every fault (at most ``MAX_FAULTS``). ``progress`` gets the rows read so far.
+
+    Args:
+        pairs: rows are pairs of responses; None: where a file has columns of that name.
 
     Raises:
         DataError: a file is missing or of an unknown kind, a column of ``data.columns`` is not there.
     """
     limit = data.train_max_samples if split == "train" else data.val_max_samples
     if data.task is not None:
-        return make_rows(data.task, split)[:limit], []
+        rows = make_rows(data.task, split)[:limit]
+        return [with_pair(row, data.task.seed) for row in rows] if pairs else rows, []
     entries = data.train_files if split == "train" else val_entries(data)
     rows: list[Row] = []
     faults: list[Fault] = []
@@ -48,7 +56,7 @@ def collect_rows(
         rest = None if limit is None else limit - len(rows)
         if rest == 0 or len(faults) >= MAX_FAULTS:
             break
-        read_file(file, data.columns, rows, faults, rest, progress)
+        read_file(file, data.columns, rows, faults, rest, progress, pairs=pairs)
     return rows, faults
 
 
@@ -59,6 +67,8 @@ def read_file(
     faults: list[Fault],
     limit: int | None = None,
     progress: Callable[[int], None] | None = None,
+    *,
+    pairs: bool | None = False,
 ) -> None:
     """Append the rows and faults of one file to ``rows`` and ``faults``.
 
@@ -73,7 +83,9 @@ def read_file(
         if isinstance(item, Fault):
             faults.append(item)
         else:
-            columns = columns or find_columns(item, mapping, shown)
+            if columns is None:
+                paired = has_pair(item.values, mapping) if pairs is None else pairs
+                columns = find_columns(item, mapping, shown, pairs=paired)
             made = to_row(item, len(rows) + len(faults), columns, name)
             (faults if isinstance(made, Fault) else rows).append(made)  # pyright: ignore[reportArgumentType]
         if progress is not None and (len(rows) + len(faults)) % 256 == 0:

@@ -132,6 +132,24 @@ def sft_lines(config: RunConfig, dp_size: int, token_ranks: int, num_rows: int |
     ]
 
 
+def pair_lines(config: RunConfig, dp_size: int, token_ranks: int, num_rows: int | None) -> list[Line]:
+    """The lines of a run over pairs: a row for each side, read without gradients before the one optimizer step."""
+    pairs = config.data.train_batch_size
+    rows = 2 * pairs
+    readers = ["the model", *(["the reference"] if config.needs_reference else [])]
+    return [
+        Line("pairs", pairs, "pairs an optimizer step", "data.train_batch_size"),
+        Line("rows", rows, "rows an optimizer step", f"{pairs:,} pairs x 2 sides"),
+        _split("mini_batch_rows_per_dp_rank", rows, dp_size, "rows an optimizer step and dp rank"),
+        *_micro_lines(config, rows, dp_size, token_ranks),
+        Line(
+            "scoring_passes", len(readers), "passes without gradients a step", f"over all rows: {' and '.join(readers)}"
+        ),
+        Line("optimizer_steps_per_step", 1, "optimizer steps a global step", "of the pairs' mean loss"),
+        *_run_lines(config, num_rows, 1, "pairs"),
+    ]
+
+
 def _split(key: str, rows: int, dp_size: int, unit: str) -> Line:
     note = ""
     if rows % dp_size:

@@ -81,7 +81,8 @@ def plan_memory(request: Request, layouts: Sequence[RoleLayout], size: ModelSize
         if name == "rollout":
             continue
         role, section = _section(request.config, name)
-        sized = _with_value_head(size) if name == "critic" else size
+        scores = name == "critic" or (name == "actor" and request.config.trainer.type == "rm")
+        sized = _with_value_head(size) if scores else size
         memory = train_memory(name, role, section, layout, sized, request, trained=name != "ref")
         if memory is not None:
             engines[name] = memory

@@ -19,6 +19,7 @@ from rlctl.plan.request import Request
 from rlctl.plan.shapes import ModelShape
 from rlctl.plan.training import StateMemory, TrainMemory
 from rlctl.topology import Topology
+from rlctl.trainer_kinds import PAIR_TRAINERS
 
 _CHUNK_BYTES = {"cpu": 8 << 20}
 _CHUNK_BYTES_ACCELERATOR = 512 << 20
@@ -139,7 +140,7 @@ def engine_load(role: TrainRole, topology: Topology, config: RunConfig, *, whole
     prompts = config.data.train_batch_size
     if rl and not whole_batch:
         prompts = min(prompts, config.actor.ppo_mini_batch_size or prompts)
-    rows = prompts * (config.rollout.n if rl else 1)
+    rows = prompts * (config.rollout.n if rl else 2 if config.trainer.type in PAIR_TRAINERS else 1)
     policy_loss = rl and not whole_batch
     scaled = rl and config.rollout.temperature != 1.0
     return load_of(role, topology, config, rows, entropy=policy_loss, scaled=scaled)

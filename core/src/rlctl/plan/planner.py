@@ -12,7 +12,7 @@ from rlctl.data.lengths import positions_in, surely_beyond
 from rlctl.data.readers import count_rows, split_files
 from rlctl.errors import DataError
 from rlctl.evidence import EvidenceBook
-from rlctl.plan.arithmetic import Line, rl_lines, sft_lines, warm_start_lines
+from rlctl.plan.arithmetic import Line, pair_lines, rl_lines, sft_lines, warm_start_lines
 from rlctl.plan.backends import Choice, Needs, rank_backends
 from rlctl.plan.budget import MemoryPlan, plan_memory
 from rlctl.plan.engine_memory import ModelSize
@@ -23,6 +23,7 @@ from rlctl.plan.shapes import FAMILIES, model_shape
 from rlctl.plan.source import ModelSource, find_model
 from rlctl.plugins import PluginSet
 from rlctl.records import ModelType
+from rlctl.trainer_kinds import PAIR_TRAINERS
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,9 @@ def make_plan(request: Request, plugins: PluginSet, book: EvidenceBook) -> Plan:
     dp_size = 1 if topology is None else topology.dp_size
     token_ranks = 1 if topology is None else topology.usp * topology.cp
     rows = training_rows(config)
-    if config.trainer.type == "sft":
+    if config.trainer.type in PAIR_TRAINERS:
+        batch = pair_lines(config, dp_size, token_ranks, rows)
+    elif config.trainer.type == "sft":
         batch = sft_lines(config, dp_size, token_ranks, rows)
     else:
         batch = [*warm_start_lines(config, dp_size, token_ranks), *rl_lines(config, dp_size, token_ranks, rows)]
@@ -110,8 +113,8 @@ def _ranked(
 def roles(request: Request) -> list[str]:
     """The roles that take part."""
     config = request.config
-    if config.trainer.type == "sft":
-        return ["actor"]
+    if config.trainer.type != "rl":
+        return ["actor", *(["ref"] if config.needs_reference else [])]
     critic = ["critic"] if request.critic or config.critic is not None else []
     ref = ["ref"] if config.needs_reference and not reference_is_base(config) else []
     return ["actor", *ref, *critic, "rollout"]
@@ -138,7 +141,8 @@ def _layouts(request: Request, plugins: PluginSet, facts: ModelFacts) -> tuple[l
             runs_on = ", ".join(dict.fromkeys(device for device, _ in spec.devices))
             refusals.append(Refusal(role, f"{spec.name} does not run on {request.device}", (f"one of {runs_on}",)))
             continue
-        head = ModelType.VALUE_MODEL if role == "critic" else ModelType.LANGUAGE_MODEL
+        scores = role == "critic" or (role == "actor" and config.trainer.type == "rm")
+        head = ModelType.VALUE_MODEL if scores else ModelType.LANGUAGE_MODEL
         if head not in spec.model_types:
             refusals.append(Refusal(role, f"{spec.name} has no {head}: it cannot train a {role}"))
             head = spec.model_types[0]
@@ -168,7 +172,7 @@ def _refusal(fault: Problem) -> Refusal:
 
 def _needs(request: Request, role: str, facts: ModelFacts, family: str | None) -> Needs:
     config = request.config
-    heads = (ModelType.LANGUAGE_MODEL,)
+    heads = (ModelType.VALUE_MODEL if config.trainer.type == "rm" else ModelType.LANGUAGE_MODEL,)
     if role == "actor" and "critic" in roles(request) and config.backend_of("critic") == config.backend_of("actor"):
         heads = (ModelType.LANGUAGE_MODEL, ModelType.VALUE_MODEL)
     _, kind = config.backend_of(role)

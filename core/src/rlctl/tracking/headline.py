@@ -28,6 +28,9 @@ class Headline:
 HEADLINES: tuple[Headline, ...] = (
     Headline("reward", "reward", ("critic/score/mean", "critic/rewards/mean"), "score", "up"),
     Headline("val_score", "val score", ("val/score/mean",), "score", "up"),
+    Headline("accuracy", "accuracy", ("rewards/accuracies",), "score", "up"),
+    Headline("val_accuracy", "val accuracy", ("val/rewards/accuracies",), "score", "up"),
+    Headline("margin", "margin", ("rewards/margins",), "small", "up"),
     Headline("loss", "loss", ("train/loss", "distillation/loss"), "small", "down"),
     Headline("val_loss", "val loss", ("val/loss",), "small", "down"),
     Headline("val_kl", "val KL", ("val/distillation/kl",), "small", "down"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,10 @@ from rlctl.algorithms.lookup import Algorithm
 from rlctl.config.schema import ModelConfig
 from rlctl.config.schema_critic import warmup_fault
 from rlctl.config.schema_lora import reference_is_base
+from rlctl.config.schema_preference import extra_tokens
 from rlctl.config.staleness import GREEDY
 from rlctl.data.lengths import fit_rows, model_positions
+from rlctl.data.pairs import fit_pairs
 from rlctl.data.prompts import PromptEncoder
 from rlctl.data.rewards import build_reward
 from rlctl.data.rewards.sources import require_sources
@@ -22,12 +25,13 @@ from rlctl.data.tokenizer import load_tokenizer
 from rlctl.environments.episodes import Episodes
 from rlctl.errors import ConfigError
 from rlctl.manifest import filtered_sampling
-from rlctl.records import AlgorithmKind
+from rlctl.records import AlgorithmKind, ModelType
 from rlctl.roles.actor import ActorRole
 from rlctl.roles.budget import SkipBudget
 from rlctl.roles.reference import ReferenceRole
 from rlctl.roles.rollout import RolloutRole
 from rlctl.runtime.remote import RemoteEngine
+from rlctl.trainer_kinds import PAIR_TRAINERS
 from rlctl.trainers import setup, teachers
 from rlctl.trainers.advantages import AdvantageStage
 from rlctl.trainers.ahead import Ahead
@@ -35,6 +39,7 @@ from rlctl.trainers.algorithms import find_algorithms
 from rlctl.trainers.critic import build_critic, find_critic
 from rlctl.trainers.entropy import EntropyStage
 from rlctl.trainers.environments import build_episodes, turn_weight
+from rlctl.trainers.preference import DPO, PairTrainer, RewardModel
 from rlctl.trainers.rewards import RewardStage
 from rlctl.trainers.rl import RLTrainer
 from rlctl.trainers.rollout_correction import correction_stage
@@ -87,24 +92,28 @@ def prepare(context: setup.Context) -> Prepared:
         RlctlError: something is missing, or does not fit; no process was started.
     """
     config, reporter = context.config, context.reporter
+    rl, pairs = config.trainer.type == "rl", config.trainer.type in PAIR_TRAINERS
     with reporter.phase("start-up", None):
         model = setup.prepare_model(context)
         setup.check_roles(context, model)
-        algorithms = {} if config.trainer.type == "sft" else find_algorithms(config, context.plugins)
+        algorithms = find_algorithms(config, context.plugins) if rl else {}
         tokenizer = load_tokenizer(model)
         critic = find_critic(context, model, algorithms[AlgorithmKind.ADVANTAGE], tokenizer) if algorithms else None
         teacher_models = teachers.find_teachers(context, tokenizer)
         encoder = PromptEncoder(tokenizer, config.data)
-        train_rows, val_rows = load_rows(config.data, "train"), load_rows(config.data, "val")
-        if config.trainer.type == "rl":
+        train_rows, val_rows = (load_rows(config.data, split, pairs=pairs) for split in ("train", "val"))
+        if rl:
             require_sources(config.reward, [*train_rows, *val_rows])
         teachers.require_teachers([*train_rows, *val_rows], config, list(teacher_models))
-    sft = config.trainer.type == "sft"
     with reporter.phase("encoding rows", None):
         positions = model_positions(model)
-        train_rows = fit_rows(train_rows, encoder, config.data, sft=sft, positions=positions)
-        val_rows = fit_rows(val_rows, encoder, config.data, sft=sft, positions=positions)
-    drawn = None if sft else config.data.gen_batch_size
+        if pairs:
+            fit = partial(fit_pairs, extra=extra_tokens(config))
+        else:
+            fit = partial(fit_rows, sft=not rl)
+        train_rows = fit(train_rows, encoder, config.data, positions=positions)
+        val_rows = fit(val_rows, encoder, config.data, positions=positions)
+    drawn = config.data.gen_batch_size if rl else None
     sampler = BatchSampler(
         len(train_rows),
         drawn or config.data.train_batch_size,
@@ -128,8 +137,11 @@ def build(prepared: Prepared, run_dir: Path, *, resuming: bool, closing: ExitSta
         resuming: take what was trained before the run from ``run_dir``, where it is.
         closing: what must be closed when the run ends is pushed here.
     """
-    if prepared.context.config.trainer.type == "sft":
+    kind = prepared.context.config.trainer.type
+    if kind == "sft":
         return _build_sft(prepared)
+    if kind in PAIR_TRAINERS:
+        return _build_pairs(prepared)
     return _build_rl(prepared, run_dir, resuming=resuming, closing=closing)
 
 
@@ -141,6 +153,20 @@ def _build_sft(p: Prepared) -> Built:
     plan, budget = setup.token_plan(config.actor, config), SkipBudget(config.guards.nonfinite_step_budget)
     trainer = SFTTrainer(p.context, engine, plan, p.encoder, p.sampler, p.train_rows, p.val_rows, longest, budget)
     return Built(trainer, {"actor": engine}, {"actor": p.model})
+
+
+def _build_pairs(p: Prepared) -> Built:
+    config, context = p.context.config, p.context
+    scores = config.trainer.type == "rm"
+    head = ModelType.VALUE_MODEL if scores else ModelType.LANGUAGE_MODEL
+    optim = setup.with_schedule(config.actor.optim, p.total_steps)
+    engine = setup.build_train_engine(context, config.actor, p.model, name="actor", optim=optim, head=head)
+    reference = _build_reference(context, p.model)
+    objective = RewardModel(config.rm) if scores else DPO(config.dpo, reference)
+    plan, budget = setup.token_plan(config.actor, config), SkipBudget(config.guards.nonfinite_step_budget)
+    trainer = PairTrainer(context, engine, plan, p.encoder, p.sampler, p.train_rows, p.val_rows, objective, budget)
+    engines = {"actor": engine} if reference is None else {"actor": engine, "ref": reference.engine}
+    return Built(trainer, engines, {"actor": p.model})
 
 
 def _build_rl(p: Prepared, run_dir: Path, *, resuming: bool, closing: ExitStack) -> Built:

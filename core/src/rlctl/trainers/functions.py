@@ -22,7 +22,7 @@ def try_functions(resolved: ResolvedConfig, plugins: PluginSet | None) -> None:
         AlgorithmError, DataError: one does not load, or fails on a few made-up rows.
     """
     config = resolved.config
-    if config.trainer.type == "sft":
+    if config.trainer.type != "rl":
         return
     if config.algorithm.adv_estimator not in ADVANTAGES or config.actor.policy_loss.loss_mode not in POLICY_LOSSES:
         from rlctl.trainers.algorithms import find_algorithms

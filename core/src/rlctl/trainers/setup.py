@@ -30,6 +30,7 @@ from rlctl.runtime.scoring import ScoringEngine
 from rlctl.runtime.transfer import CONTROLLER
 from rlctl.topology import Topology
 from rlctl.tracking.reporter import Reporter
+from rlctl.trainer_kinds import PAIR_TRAINERS
 
 DEFAULT_TOKENS_PER_DEVICE = 16_384
 
@@ -180,10 +181,10 @@ def check_roles(context: Context, model: ModelConfig) -> None:
     config = context.config
     _require_devices(context)
     require_imports(config, context.plugins, context.device.type, context.reporter.message)
-    train_spec(context, config.actor, model, name="actor", optim=None)
-    if config.trainer.type == "sft":
-        return
-    rollout_spec(context, model)
+    head = ModelType.VALUE_MODEL if config.trainer.type == "rm" else ModelType.LANGUAGE_MODEL
+    train_spec(context, config.actor, model, name="actor", optim=None, head=head)
+    if config.trainer.type == "rl":
+        rollout_spec(context, model)
     if config.needs_reference:
         ref = config.ref
         backend, section = ref.backend or config.actor.backend, ref.engine or config.actor.engine
@@ -295,6 +296,9 @@ def start_line(context: Context, engines: Mapping[str, RemoteEngine], total_step
     on = f"{devices.device_name(context.device)} ({actor.name}{ranks})"
     if config.trainer.type == "sft":
         return f"SFT of {model}, on {on}: {total_steps} steps of {config.data.train_batch_size} rows"
+    if config.trainer.type in PAIR_TRAINERS:
+        kind = "reward model" if config.trainer.type == "rm" else f"DPO ({config.dpo.loss_type})"
+        return f"{kind} of {model}, on {on}: {total_steps} steps of {config.data.train_batch_size} pairs"
     what = algorithm_words(config) if config.distillation is None else f"distillation ({config.distillation.loss_mode})"
     return (
         f"{what} on {model}{_critic_words(engines)}, on {on}: {total_steps} steps of {config.data.train_batch_size} prompts x "
