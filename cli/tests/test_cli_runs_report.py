@@ -314,6 +314,25 @@ def test_an_sft_run_shows_losses(tmp_path: Path) -> None:
     assert page.tags.count("svg") == 3
 
 
+def test_a_run_over_pairs_shows_accuracies(tmp_path: Path) -> None:
+    run = make(tmp_path, kind="dpo", algorithm="dpo")
+    rows = [
+        {
+            "training/global_step": s,
+            "rewards/accuracies": 0.5 + s / 100,
+            "train/loss": 0.7 - s / 100,
+            "logps/chosen": -9.0,
+        }
+        for s in range(1, 41)
+    ]
+    ends = [{"training/global_step": s, "val/rewards/accuracies": v} for s, v in ((0, 0.5), (40, 0.875))]
+    write_rows(run, [ends[0], *rows, ends[1]])
+    _, page = read(run)
+    for words in ("Pairs the right way round", "Held-out pairs", "0.875", "+0.375", "Log-probs of responses"):
+        assert words in page.text
+    assert "Mean reward" not in page.text
+
+
 def test_samples_are_paired_by_prompt_and_changes_come_first() -> None:
     rows = [sample(0, "x", prompt=p) for p in "abc"] + [sample(9, "y", prompt=p, score=float(p == "c")) for p in "cba"]
     pairs, split = pair_samples([sample(1, "t", "train"), sample(2, "t", "train"), *rows])

@@ -188,6 +188,27 @@ def test_sft_needs_responses_and_counts_whole_rows(model: Path, tmp_path: Path) 
     assert "no response to train on" in bare.faults[0].what
 
 
+def test_pairs_are_measured_side_by_side(model: Path, tmp_path: Path) -> None:
+    pair = {"prompt": "a", "chosen": "b", "rejected": "cd"}
+    rows = [pair, {**pair, "rejected": "c" * 60}, {**pair, "prompt": "b"}]
+    file = write(tmp_path / "a.jsonl", *rows)
+    report = run(model, {"train_files": [file]}, trainer={"type": "dpo"})
+    assert kinds(report) == ["overlong"]
+    assert "rows 1 (rejected); the longest has 62 tokens" in report.faults[0].what
+    assert report.reward is None
+    lengths = report.splits["train"].lengths
+    assert (lengths["prompt"].max, lengths["chosen"].max, lengths["rejected"].max) == (1, 2, 61)
+    left = run(model, {"train_files": [file], "overlong_prompts": "filter"}, trainer={"type": "dpo"})
+    assert left.ok
+    assert warned(left) == ["overlong"]
+    # A reward model is read one token further.
+    sized = {"train_files": [file], "overlong_prompts": "filter", "max_prompt_length": 2, "max_response_length": 2}
+    assert run(model, sized, trainer={"type": "dpo"}).ok
+    assert kinds(run(model, sized, trainer={"type": "rm"})) == ["overlong"]
+    broken = write(tmp_path / "b.jsonl", pair, {**pair, "rejected": "b"}, pair)
+    assert kinds(run(model, {"train_files": [broken]}, trainer={"type": "rm"})) == ["pair"]
+
+
 def test_warm_start_measures_the_answers_too(model: Path, tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", *sums(0, 4))
     report = run(model, {"train_files": [file]}, warm_start={"steps": 1, "batch_size": 8})

@@ -16,6 +16,7 @@ from rlctl.plan.arithmetic import (
     Line,
     MicroBound,
     micro_bound,
+    pair_lines,
     rl_lines,
     rows_a_rank,
     scored_tokens,
@@ -48,6 +49,15 @@ def test_the_seeds_of_confusion() -> None:
     assert found["optimizer_steps_per_step"] == 2
     assert found["global_steps"] == 500
     assert found["optimizer_steps"] == 1000
+
+
+def test_a_pair_is_two_rows_that_are_read_before_they_train() -> None:
+    run = config(data={"train_batch_size": 5}, trainer={"type": "dpo"}, actor={"micro_batch_size_per_device": 2})
+    found = values(pair_lines(run, dp_size=2, token_ranks=1, num_rows=1000))
+    assert (found["pairs"], found["rows"], found["mini_batch_rows_per_dp_rank"]) == (5, 10, 5)
+    assert (found["micro_batches"], found["scoring_passes"], found["optimizer_steps"]) == (3, 2, 200)
+    free = config(trainer={"type": "dpo"}, dpo={"loss_type": "simpo"})
+    assert values(pair_lines(free, 1, 1, 1000))["scoring_passes"] == 1
 
 
 def test_a_critic_takes_steps_of_its_own_and_its_warm_up_is_none_of_the_actor_s() -> None:

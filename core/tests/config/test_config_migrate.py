@@ -231,6 +231,36 @@ output_dir: out
     ]
 
 
+def test_trl_s_preference_configurations_become_ours() -> None:
+    text = """\
+model_name_or_path: org/tiny
+dataset_name: org/pairs
+per_device_train_batch_size: 4
+gradient_accumulation_steps: 2
+beta: 0.3
+loss_type: ipo
+rpo_alpha: 0.5
+label_smoothing: 0.0
+precompute_ref_log_probs: true
+"""
+    result = migrate(text, "trl.yaml")
+    assert result.values["dpo"] == {
+        "loss_type": "ipo", "average_log_probs": True, "beta": 0.3, "nll_coef": 0.5, "label_smoothing": 0.0
+    }  # fmt: skip
+    assert result.values["trainer"] == {"type": "dpo"}
+    assert result.values["data"]["train_batch_size"] == 8
+    assert result.values["actor"] == {"micro_batch_size_per_device": 8}
+    assert not [item.path for item in result.left_out if not item.needless]
+    listed = migrate(text.replace("loss_type: ipo", "loss_type: [sigmoid]"), "trl.yaml").values
+    assert listed["dpo"]["loss_type"] == "sigmoid"
+    assert "average_log_probs" not in listed["dpo"]
+    other = migrate(text.replace("ipo", "exo_pair"), "trl.yaml")
+    assert [item.path for item in other.left_out if not item.needless] == ["loss_type"]
+    reward = "model_name_or_path: a/b\ndataset_name: a/c\nlearning_rate: 1e-5\ncenter_rewards_coefficient: 0.01\n"
+    made = migrate(reward, "trl.yaml").values
+    assert (made["rm"], made["trainer"]) == ({"center_rewards_coefficient": 0.01}, {"type": "rm"})
+
+
 def test_a_file_of_ours_passes_through() -> None:
     text = "model: {path: a/b}\ndata: {task: {name: sort_digits, args: {length: 3}}}\nactor: {engine: {kernel: x}}\n"
     result = migrate(text, "ours.yaml")

@@ -102,7 +102,7 @@ def fit_pairs(
     long = overlong_pairs(lengths, limit)
     if long and data.overlong_prompts == "error":
         raise DataError(
-            f"{len(long)} {'side' if len(long) == 1 else 'sides'} of pairs are too long",
+            "1 side of a pair is too long" if len(long) == 1 else f"{len(long)} sides of pairs are too long",
             found=describe_long(lengths, long),
             wanted=pair_limit_words(data, extra),
             next="raise the limit, or set data.overlong_prompts=filter",

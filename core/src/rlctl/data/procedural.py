@@ -11,6 +11,7 @@ import inspect
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from rlctl.data.columns import Pair, Row
@@ -66,7 +67,7 @@ def make_rows(task: TaskConfig, split: Split) -> list[Row]:
 
 
 def with_pair(row: Row, seed: int) -> Row:
-    """The row with its own answer as the chosen response and the answer's characters in another order as the rejected one.
+    """The row with its own answer as the chosen response, and with two of the answer's characters exchanged as the rejected one.
 
     Raises:
         DataError: the row has no answer.
@@ -75,11 +76,13 @@ def with_pair(row: Row, seed: int) -> Row:
         raise DataError(f"{row.source} has no answer to make a pair of", next="data.task.name=sort_digits")
     rng = random.Random(f"{row.data_source}/{seed}/pair/{row.source}")
     characters = list(row.answer)
-    if len(set(characters)) == 1:
-        # No other order: another character.
+    unlike = [(a, b) for a, b in combinations(range(len(characters)), 2) if characters[a] != characters[b]]
+    if unlike:
+        a, b = rng.choice(unlike)
+        characters[a], characters[b] = characters[b], characters[a]
+    else:
+        # Nothing to exchange: another character.
         characters[rng.randrange(len(characters))] = rng.choice([c for c in "0123456789" if c != characters[0]])
-    while "".join(characters) == row.answer:
-        rng.shuffle(characters)
     return replace(row, pair=Pair(row.answer, "".join(characters)))
 
 
