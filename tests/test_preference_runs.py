@@ -188,6 +188,20 @@ def test_the_recipe_learns(tmp_path: Path, recipe: str, least: float) -> None:
         assert before["val/loss"] == pytest.approx(0.6931, abs=1e-3), "the model is its own reference"
 
 
+def test_adapters_learn_from_pairs_beside_their_own_base(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed: pip install 'rlctl-plugin-fsdp[lora]'")
+    adapted = ["model.lora={rank: 4}", "trainer.total_training_steps=2", "actor.optim.lr=3e-2"]
+    run = train(tmp_path / "run", "hinge", *adapted)
+    engines = json.loads((run.path / "manifest.json").read_text())["engines"]
+    assert set(engines) == {"actor"}, "the reference is the actor without its adapters"
+    (_, before), (_, after) = run.validation
+    assert before["val/rewards/margins"] == 0.0
+    assert after["val/rewards/chosen"] != 0.0
+    assert all(m["train/grad_norm"] > 0 for m in run.history)
+    scored = train(tmp_path / "rm", "rm", *adapted)
+    assert scored.validation[0][1]["val/loss"] != scored.validation[1][1]["val/loss"]
+
+
 def test_a_reward_model_is_a_sequence_classifier(tmp_path: Path) -> None:
     """transformers reads the export and says of each row what the engine said in training."""
     run = train(tmp_path / "run", "rm", "trainer.val_before_train=false")

@@ -23,7 +23,7 @@ def add_correction(document: Document) -> None:
     learns = not isinstance(distillation, dict)
     if isinstance(distillation, dict):  # what else has a policy loss, whose terms can be weighed
         learns = distillation.get("use_task_rewards") is True or distillation.get("loss_mode") == "k1"
-    if stale and document.get(("trainer", "type")) != "sft" and document.get(_CORRECTION) is None and learns:
+    if stale and document.get(("trainer", "type"), "rl") == "rl" and document.get(_CORRECTION) is None and learns:
         document.set(_CORRECTION, {"rollout_is": "token"}, Origin("derived", f"as trainer.max_staleness is {stale}"))
 
 

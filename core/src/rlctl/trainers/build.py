@@ -161,11 +161,13 @@ def _build_pairs(p: Prepared) -> Built:
     head = ModelType.VALUE_MODEL if scores else ModelType.LANGUAGE_MODEL
     optim = setup.with_schedule(config.actor.optim, p.total_steps)
     engine = setup.build_train_engine(context, config.actor, p.model, name="actor", optim=optim, head=head)
-    reference = _build_reference(context, p.model)
+    reference = _build_reference(context, p.model, engine)
     objective = RewardModel(config.rm) if scores else DPO(config.dpo, reference)
     plan, budget = setup.token_plan(config.actor, config), SkipBudget(config.guards.nonfinite_step_budget)
     trainer = PairTrainer(context, engine, plan, p.encoder, p.sampler, p.train_rows, p.val_rows, objective, budget)
-    engines = {"actor": engine} if reference is None else {"actor": engine, "ref": reference.engine}
+    engines = {"actor": engine}
+    if reference is not None and not reference.base:
+        engines["ref"] = reference.engine
     return Built(trainer, engines, {"actor": p.model})
 
 
