@@ -1,15 +1,17 @@
 """Weights from a training process to a rollout process: GB/s over the link between pools, beside plain copies.
 
     python bench/weight_transport.py                              # two CPU processes over gloo
+    python bench/weight_transport.py --link host                  # in shared memory
     python bench/weight_transport.py --device cuda --mib 4096     # two GPUs over NCCL
+    python bench/weight_transport.py --device cuda --link host    # two processes on one GPU, by CUDA IPC
     python bench/weight_transport.py --shape tiny                 # the whole sync too: export, link, load, fingerprints
     python bench/weight_transport.py --device cuda --shape 0.6b
 
-``transport`` is packing, broadcast and unpacking of bfloat16 tensors into a receiver's own, in buckets; ``broadcast`` the
-collective alone, on one bucket; ``plain_copy`` a copy of the same tensors within one process (on the same GPU), ``peer_copy``
-one from one GPU to the other. ``sync`` is a sync of
-two pools as a run makes it, fsdp2 to hf, with random weights, with and without fingerprints. Rates are the median over the
-rounds after the first, in 10**9 bytes a second. Prints one JSON object.
+``transport`` is packing, carrying and unpacking of bfloat16 tensors into a receiver's own, in buckets; ``broadcast`` the
+collective alone, on one bucket (there is none in shared memory); ``plain_copy`` a copy of the same tensors within one process (on
+the same GPU), ``peer_copy`` one from one GPU to the other. ``sync`` is a sync of two pools as a run makes it, fsdp2 to hf, with random
+weights, with and without fingerprints; ``in_process`` one within a pool. Rates are the median over the rounds after the first, in 10**9
+bytes a second. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ from gpu_step import MODELS
 from rlctl import device as devices
 from rlctl.config.schema import ModelConfig
 from rlctl.runtime import meeting
-from rlctl.runtime.carriage import BUCKET_MIB, CPU_BUCKET_MIB, MIB, Transfer
+from rlctl.runtime.carriage import MIB, Transfer, bucket_mib
 from rlctl.runtime.group import Limits, WorkerGroup
-from rlctl.runtime.link import PackedLink
+from rlctl.runtime.link import CudaIpcLink, PackedLink, SharedMemoryLink
 from rlctl.runtime.records import Boot, BuildSpec
 from rlctl.runtime.remote import RemoteEngine
 from rlctl.runtime.transfer import LinkEnd
@@ -44,6 +46,12 @@ from rlctl.runtime.worker import Worker
 
 TIMEOUT_S = 60.0
 DTYPE = torch.bfloat16
+LINKS = {
+    ("collective", "cpu"): PackedLink,
+    ("collective", "cuda"): PackedLink,
+    ("host", "cpu"): SharedMemoryLink,
+    ("host", "cuda"): CudaIpcLink,
+}
 
 
 def shapes(total: int) -> Iterator[tuple[int, ...]]:
@@ -68,10 +76,13 @@ def make(total: int, device: str, *, filled: bool) -> dict[str, torch.Tensor]:
 def end_of_link(rank: int, url: str, args: argparse.Namespace, barrier: Any, answers: Any) -> None:
     """One of the two processes. Answers with (start or end, peak) of each round, and a checksum."""
     torch.set_num_threads(1)
-    device = "cpu" if args.device == "cpu" else f"{args.device}:{rank}"
-    devices.set_device(args.device, rank)
+    place = 0 if args.link == "host" else rank  # of one GPU, or a GPU each
+    device = "cpu" if args.device == "cpu" else f"{args.device}:{place}"
+    devices.set_device(args.device, place)
     tensors = make(args.mib * MIB, device, filled=rank == 0)
-    link = PackedLink(LinkEnd(url, rank, 2, device, TIMEOUT_S, args.bucket_mib * MIB, f"process {rank}"))
+    link = LINKS[args.link, args.device](
+        LinkEnd(url, rank, 2, device, TIMEOUT_S, args.bucket_mib * MIB, f"process {rank}")
+    )
     times: list[float] = []
     for number in range(args.rounds + 1):
         devices.synchronize(device)
@@ -86,11 +97,12 @@ def end_of_link(rank: int, url: str, args: argparse.Namespace, barrier: Any, ans
             times.append(time.monotonic())
     checksum = sum(t.double().sum().item() for t in tensors.values())
     answer: dict[str, Any] = {"times": times, "peak_bytes": link.peak_bytes, "checksum": checksum}
-    alone = broadcast_rate(link, device, args)
+    alone = broadcast_rate(link, device, args) if args.link == "collective" else None
     if rank == 0:
-        answer["broadcast"] = alone
+        if alone is not None:
+            answer["broadcast"] = alone
         answer["plain_copy"] = copy_rate(tensors, device, args.rounds)
-        if args.device != "cpu":
+        if args.device != "cpu" and args.link == "collective":
             answer["peer_copy"] = copy_rate(tensors, f"{args.device}:1", args.rounds)
     answers.put((rank, answer))
     barrier.wait(TIMEOUT_S)  # the other may still be in the last round
@@ -104,7 +116,7 @@ def broadcast_rate(link: PackedLink, device: str, args: argparse.Namespace) -> f
     for _ in range(2 * args.rounds + 1):
         devices.synchronize(device)
         start = time.perf_counter()
-        link.wait(link.broadcast(data))
+        link.carrier.wait(link.carrier.broadcast("alone", data))
         devices.synchronize(device)
         seconds.append(time.perf_counter() - start)
     return round(data.numel() / statistics.median(seconds[1:]) / 1e9, 2)
@@ -160,36 +172,39 @@ def measure_link(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def measure_sync(args: argparse.Namespace) -> dict[str, Any]:
-    """Two pools of one rank each, as a run has them."""
-    model = {
-        **ModelConfig.model_construct(config=MODELS[args.shape], init="random", dtype="float32").model_dump(),
-        "seed": 0,
-    }
+def measure_sync(args: argparse.Namespace, *, pools: int) -> dict[str, Any]:
+    """From fsdp2 to hf, one rank each, as a run has them: in two pools, or in one."""
+    place = {"path": args.model} if args.model else {"config": MODELS[args.shape], "init": "random"}
+    model = {**ModelConfig.model_construct(**place, dtype="float32").model_dump(), "seed": 0}
     with tempfile.TemporaryDirectory(prefix="rlctl_bench_") as folder, ThreadPoolExecutor(2) as threads:
         specs = (
             BuildSpec("actor", "train", "fsdp2", model, {}, {"dp_shard": 1}),
-            BuildSpec("rollout", "rollout", "hf", model, {"dtype": "bfloat16"}, {"dp_replicate": 1}),
+            BuildSpec("rollout", "rollout", "hf", model, {"dtype": args.dtype}, {"dp_replicate": 1}),
         )
-        groups = [new_pool(name, at, args.device, Path(folder)) for at, name in enumerate(("main", "gen"))]
+        one_gpu = args.link == "host"
+        names = ("main", "gen")[:pools]
+        groups = [new_pool(name, 0 if one_gpu else at, args.device, Path(folder)) for at, name in enumerate(names)]
         try:
             list(threads.map(WorkerGroup.start, groups))
-            actor, rollout = threads.map(RemoteEngine.build, groups, specs)
+            if pools == 2:
+                actor, rollout = threads.map(RemoteEngine.build, groups, specs)
+            else:
+                actor, rollout = (RemoteEngine.build(groups[0], spec) for spec in specs)
             found: dict[str, Any] = {}
             version = 0
             for name, verify in (("fingerprinted", True), ("unchecked", False)):
                 reports = []
                 for _ in range(args.rounds + 1):
                     version += 1
-                    transfer = Transfer(args.transport, args.bucket_mib)
+                    transfer = Transfer(args.transport or args.link, args.bucket_mib)
                     reports.append(
-                        actor.sync_to(rollout, version, share=False, verify=verify, dtype="bfloat16", transfer=transfer)
+                        actor.sync_to(rollout, version, share=False, verify=verify, dtype=args.dtype, transfer=transfer)
                     )
                 last = reports[-1]
                 found |= {"how": last.how, "mib": round(last.num_bytes / MIB, 1), "tensors": last.num_tensors}
                 found["peak_mib"] = round(last.peak_bytes / MIB, 1)
                 found[name] = round(statistics.median(r.gb_per_s for r in reports[1:]), 2)
-                found[f"{name}_s"] = round(statistics.median(r.seconds for r in reports[1:]), 3)
+                found[f"{name}_s"] = round(statistics.median(r.seconds for r in reports[1:]), 4)
             return found
         finally:
             for group in groups:
@@ -211,17 +226,24 @@ def main() -> int:
     parser.add_argument("--bucket-mib", type=int, help="default: as in a run")
     parser.add_argument("--rounds", type=int, default=3, help="beside the first")
     parser.add_argument("--shape", choices=sorted(MODELS), help="also a sync of two pools with this model")
-    parser.add_argument("--transport", choices=("collective", "controller", "auto"), default="collective")
+    parser.add_argument("--model", help="directory of a model to take instead of a shape")
+    parser.add_argument("--dtype", default="bfloat16", help="of the copy in a sync")
+    parser.add_argument("--link", choices=("collective", "host"), default="collective")
+    parser.add_argument("--transport", choices=("controller", "auto"), help="of the sync, instead of --link")
     args = parser.parse_args()
-    args.bucket_mib = args.bucket_mib or (CPU_BUCKET_MIB if args.device == "cpu" else BUCKET_MIB)
-    if args.device != "cpu" and (seen := devices.device_count(args.device)) < 2:
-        print(f"two {args.device} devices are needed, {seen} found: --device cpu", file=sys.stderr)
+    args.bucket_mib = args.bucket_mib or bucket_mib({"host": "host", "collective": "network"}[args.link], args.device)
+    wanted = {"cpu": 0, "cuda": 1 if args.link == "host" else 2}[args.device]
+    if wanted and (seen := devices.device_count(args.device)) < wanted:
+        print(f"{wanted} {args.device} devices are needed, {seen} found: --device cpu", file=sys.stderr)
         return 1
     name = devices.device_name(args.device)
     found: dict[str, Any] = {"device": name, "mib": args.mib, "bucket_mib": args.bucket_mib, "torch": torch.__version__}
-    found |= {"link": "gloo" if args.device == "cpu" else "nccl", **measure_link(args)}
-    if args.shape is not None:
-        found["sync"] = {"shape": args.shape, **measure_sync(args)}
+    words = {"collective": ("gloo", "nccl"), "host": ("shared_memory", "cuda_ipc")}[args.link]
+    found |= {"link": words[args.device != "cpu"], **measure_link(args)}
+    if args.shape is not None or args.model is not None:
+        which = {"shape": args.shape} if args.model is None else {"model": Path(args.model).name}
+        found["sync"] = {**which, **measure_sync(args, pools=2)}
+        found["in_process"] = {**which, **measure_sync(args, pools=1)}
     print(json.dumps(found))
     return 0
 

@@ -99,7 +99,7 @@ def grpo(folder: Path, *overrides: str) -> RunResult:
 def test_a_run_does_not_see_which_way_its_weights_go(tmp_path: Path) -> None:
     runs = {
         name: grpo(tmp_path / name, f"runtime.weight_transport={wish}", "runtime.weight_bucket_mib=1")
-        for name, wish in (("gloo", "auto"), ("controller", "controller"))
+        for name, wish in (("shared_memory", "auto"), ("gloo", "collective"), ("controller", "controller"))
     }
     for name, run in runs.items():
         assert json.loads((run.path / "manifest.json").read_text())["runtime"]["weight_sync"] == name
@@ -108,8 +108,8 @@ def test_a_run_does_not_see_which_way_its_weights_go(tmp_path: Path) -> None:
         )
     plain = [[{k: v for k, v in m.items() if not k.startswith(CLOCK)} for m in run.history] for run in runs.values()]
     assert all(len(m) > 20 for m in plain[0])
-    assert str(plain[0]) == str(plain[1])  # as text: a metric may rightly be nan
+    assert str(plain[0]) == str(plain[1]) == str(plain[2])  # as text: a metric may rightly be nan
     assert plain[0][0]["training/rollout_probs_diff_mean"] != plain[0][2]["training/rollout_probs_diff_mean"]
     # The exports are one file, bit for bit.
     weights = [(run.path / "export" / "model.safetensors").read_bytes() for run in runs.values()]
-    assert weights[0] == weights[1]
+    assert weights[0] == weights[1] == weights[2]

@@ -117,7 +117,7 @@ class Sink:
                 if fault == "stop":
                     break
             if name in wanted:
-                held[name] = tensor
+                held[name] = tensor.clone()
         if fault != "stale":
             self.held = held
         return {"loaded": list(held), "missing": sorted(wanted - set(held))}

@@ -101,6 +101,7 @@ EXPECTED: dict[str, set[str]] = {
     "RolloutGreedyTakesSecond": {"test_greedy_takes_the_most_probable_token", FILTERS},
     "RolloutServesOldWeights": {"test_load_weights_changes_the_output"},
     "RolloutClaimsEverything": {"test_coverage_is_reported"},
+    "RolloutKeepsWhatWasLent": {"test_weights_are_lent"},
     "RolloutFingerprintsOfOldWeights": {"test_fingerprints_are_of_what_was_loaded"},
     "RolloutSaysNothingWhenDone": {"test_on_done_sees_each_completion_once"},
 }

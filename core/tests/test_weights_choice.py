@@ -13,6 +13,7 @@ from rlctl.runtime.transfer import OWN, Whereabouts, Wish, choose, offered
 from rlctl.sync import Ledger
 
 CPU = Whereabouts("127.0.0.1", "cpu", "", OWN)
+NEAR = replace(CPU, room="boot/1/1000")
 GPU = Whereabouts("127.0.0.1", "cuda", "GPU-0", OWN)
 OTHER = replace(GPU, unit="GPU-1")
 IPC = WeightTransportSpec("ipc", "x:Y", "host", ("cuda",))
@@ -29,6 +30,19 @@ def test_one_kind_of_device_goes_from_rank_to_rank() -> None:
     assert name(CPU, replace(CPU, address="10.0.0.2")) == "gloo"
 
 
+def test_ranks_that_see_the_same_memory_use_it() -> None:
+    assert name(NEAR, NEAR, NEAR) == "shared_memory"
+    assert name(NEAR, replace(NEAR, room="boot/2/1000")) == "gloo", "processes of another container have other numbers"
+    assert name(NEAR, replace(NEAR, address="10.0.0.2")) == "gloo"
+    assert name(NEAR, NEAR, wish="collective") == "gloo"
+    assert name(GPU, GPU, GPU) == "cuda_ipc", "one GPU, which NCCL takes one rank of"
+    assert name(GPU, OTHER, wish="collective") == "nccl"
+    assert name(NEAR, NEAR, wish="host") == "shared_memory"
+    with pytest.raises(CapabilityError, match="no link") as caught:
+        choose("host", NEAR, [CPU])
+    assert "cannot map one another's memory" in str(caught.value.found)
+
+
 def test_what_does_not_fit_goes_by_the_controller() -> None:
     assert name(GPU, CPU) == "controller"
     assert name(GPU, OTHER, replace(GPU, unit="GPU-1")) == "controller", "NCCL refuses two ranks on one device"
@@ -42,7 +56,9 @@ def test_the_nearest_link_that_all_know_is_taken() -> None:
     assert name(own, other) == "ipc"
     assert name(own, OTHER) == "nccl"
     assert name(own, replace(other, address="10.0.0.2")) == "nccl", "it reaches no further than the host"
-    assert name(own, replace(own)) == "ipc", "it may join ranks on one device"
+    assert name(own, replace(own)) == "cuda_ipc", "that reaches less far"
+    without = replace(own, offers=(*OWN[1:], IPC))
+    assert name(without, without) == "ipc", "it may join ranks on one device"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Weights from one pool to another over gloo, between real processes: what arrives, what is noticed, and how it ends."""
+"""Weights from one pool to another over gloo and in shared memory, between real processes: what arrives, what is noticed, and how
+it ends. Each kind of end is seen over gloo; in shared memory those that its waiting makes others, and with RLCTL_TEST_ALL_LINKS all."""
 
 from __future__ import annotations
 
@@ -29,6 +30,9 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*pair)
 
 
+HOW = {"collective": "gloo", "host": "shared_memory"}
+
+
 def sync(source: RemoteEngine, target: RemoteEngine, version: int, transfer: Transfer = COLLECTIVE) -> Any:
     return source.sync_to(target, version, share=False, verify=True, dtype=None, transfer=transfer)
 
@@ -45,14 +49,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RemoteEngin
             group.close()
 
 
-def test_every_tensor_arrives_bit_for_bit_on_every_rank(pair: tuple[RemoteEngine, RemoteEngine]) -> None:
+@pytest.mark.parametrize("wish", HOW)
+def test_every_tensor_arrives_bit_for_bit_on_every_rank(pair: tuple[RemoteEngine, RemoteEngine], wish: Any) -> None:
     source, target = pair
     for version in (1, 2, 3):  # the link is used again
         source.move(str(version))
-        report = sync(source, target, version)
+        report = sync(source, target, version, Transfer(wish, BUCKET_MIB))
         wanted = odd_tensors(version)
         total = sum(t.numel() * t.element_size() for t in wanted.values())
-        assert (report.how, report.num_tensors, report.num_bytes) == ("gloo", len(wanted), total)
+        assert (report.how, report.num_tensors, report.num_bytes) == (HOW[wish], len(wanted), total)
         assert total > 2**20, "more than one bucket"
         largest = max(t.numel() * t.element_size() for t in wanted.values())
         assert report.peak_bytes == 2 * 2**20 + largest
@@ -82,7 +87,16 @@ def test_an_engine_takes_its_links_with_it(pair: tuple[RemoteEngine, RemoteEngin
         assert [group.call("num_links") for group in groups] == before
 
 
-@pytest.mark.parametrize("wish", ["collective", "controller"])
+def test_no_memory_is_kept_between_syncs(pair: tuple[RemoteEngine, RemoteEngine]) -> None:
+    assert sync(*pair, 1, Transfer("host", BUCKET_MIB)).how == "shared_memory"
+    for group in (pair[0].group, pair[1].group):
+        for hello in group.hellos:
+            assert "memfd:rlctl-weights" not in Path(f"/proc/{hello.pid}/maps").read_text()
+            files = list(Path(f"/proc/{hello.pid}/fd").iterdir())
+            assert not [f for f in files if f.is_symlink() and "rlctl-weights" in os.readlink(f)]
+
+
+@pytest.mark.parametrize("wish", ["collective", "controller", "host"])
 @pytest.mark.parametrize(
     ("side", "fault", "says"),
     [
@@ -108,19 +122,23 @@ def test_what_is_not_as_it_should_be_is_caught_by_name(
     assert sync(source, target, 9).num_tensors == 73
 
 
+also_in_shared_memory = pytest.mark.parametrize("wish", HOW)
+as_over_gloo = pytest.mark.parametrize("wish", HOW if os.environ.get("RLCTL_TEST_ALL_LINKS") else ["collective"])
+
+
 def broken(
-    folder: Path, train: dict[str, Any], rollout: dict[str, Any], error: type[RlctlError], **limits: float
+    wish: Any, folder: Path, train: dict[str, Any], rollout: dict[str, Any], error: type[RlctlError], **limits: float
 ) -> str:
     """The message of a second sync that goes wrong; both pools have ended then, soon, and nothing of them is left."""
     source_pool, target_pool = pools(folder, **limits)
     pids = [h.pid for g in (source_pool, target_pool) for h in g.hellos]
     try:
         source = engine(source_pool, "train")
-        assert sync(source, engine(target_pool, "rollout", role="well"), 1).how == "gloo"
+        assert sync(source, engine(target_pool, "rollout", role="well"), 1, Transfer(wish, BUCKET_MIB)).how == HOW[wish]
         bad = (engine(source_pool, "train", role="a", **train), engine(target_pool, "rollout", role="b", **rollout))
         begun = time.monotonic()
         with pytest.raises(error) as caught:
-            sync(*bad, 1)
+            sync(*bad, 1, Transfer(wish, BUCKET_MIB))
         took = time.monotonic() - begun
     finally:
         source_pool.close()
@@ -131,60 +149,69 @@ def broken(
     assert source_pool.closed
     assert target_pool.closed
     assert [pid for pid in pids if os.path.exists(f"/proc/{pid}")] == []
-    assert "sync 1: weights of a in pool main to b in pool gen by gloo" in message
+    assert f"sync 1: weights of a in pool main to b in pool gen by {HOW[wish]}" in message
     return message
 
 
-def test_a_receiver_that_raises(tmp_path: Path) -> None:
-    message = broken(tmp_path, {}, {"fault": "raise", "rank": 1}, WorkerError)
+@as_over_gloo
+def test_a_receiver_that_raises(tmp_path: Path, wish: Any) -> None:
+    message = broken(wish, tmp_path, {}, {"fault": "raise", "rank": 1}, WorkerError)
     assert message.startswith("rank 1 of pool gen failed during sync (version 1; bucket 1)")
     assert "ValueError: a fault on purpose" in message
 
 
-def test_a_receiver_that_refuses(tmp_path: Path) -> None:
-    message = broken(tmp_path, {}, {"fault": "refuse", "rank": 0}, EngineError)
+@also_in_shared_memory
+def test_a_receiver_that_refuses(tmp_path: Path, wish: Any) -> None:
+    message = broken(wish, tmp_path, {}, {"fault": "refuse", "rank": 0}, EngineError)
     assert message.startswith("a refusal on purpose")
     assert "raised on rank 0 of pool gen during sync (version 1; bucket 1)" in message
 
 
-def test_a_receiver_that_is_killed(tmp_path: Path) -> None:
-    message = broken(tmp_path, {}, {"fault": "kill", "rank": 1}, WorkerError)
+@also_in_shared_memory
+def test_a_receiver_that_is_killed(tmp_path: Path, wish: Any) -> None:
+    message = broken(wish, tmp_path, {}, {"fault": "kill", "rank": 1}, WorkerError)
     assert message.startswith("rank 1 of pool gen died during sync (version 1; bucket 1)")
     assert "killed by SIGKILL" in message
 
 
-def test_a_receiver_that_stops_early(tmp_path: Path) -> None:
-    message = broken(tmp_path, {}, {"fault": "stop", "rank": 1}, EngineError)
+@as_over_gloo
+def test_a_receiver_that_stops_early(tmp_path: Path, wish: Any) -> None:
+    message = broken(wish, tmp_path, {}, {"fault": "stop", "rank": 1}, EngineError)
     assert message.startswith("the rollout engine stopped reading weights before the last one")
     assert "pool gen during sync (version 1; bucket 1)" in message
 
 
-def test_a_receiver_that_hangs_ends_by_the_limit_of_a_collective(tmp_path: Path) -> None:
-    message = broken(tmp_path, {}, {"fault": "hang", "rank": 1, "at": 0}, WorkerError, timeout_s=4.0)
+@also_in_shared_memory
+def test_a_receiver_that_hangs_ends_by_the_limit_of_a_collective(tmp_path: Path, wish: Any) -> None:
+    message = broken(wish, tmp_path, {}, {"fault": "hang", "rank": 1, "at": 0}, WorkerError, timeout_s=4.0)
     assert "stood still for 4 s, the limit that runtime.collective_timeout_s sets" in message.splitlines()[0]
     assert "no answer from rank 1 of pool gen" in message
 
 
-def test_a_receiver_that_hangs_ends_by_the_limit_of_hangs(tmp_path: Path) -> None:
-    message = broken(tmp_path, {}, {"fault": "hang", "rank": 1, "at": 0}, WorkerError, hang_s=4.0)
+@as_over_gloo
+def test_a_receiver_that_hangs_ends_by_the_limit_of_hangs(tmp_path: Path, wish: Any) -> None:
+    message = broken(wish, tmp_path, {}, {"fault": "hang", "rank": 1, "at": 0}, WorkerError, hang_s=4.0)
     assert message.startswith("rank 1 of pool gen hangs during sync: no progress for 4 s")
     assert "in strike" in message
 
 
-def test_a_sender_that_raises(tmp_path: Path) -> None:
-    message = broken(tmp_path, {"fault": "raise"}, {}, WorkerError)
+@also_in_shared_memory
+def test_a_sender_that_raises(tmp_path: Path, wish: Any) -> None:
+    message = broken(wish, tmp_path, {"fault": "raise"}, {}, WorkerError)
     assert message.startswith("rank 0 of pool main failed during sync (version 1")
     assert "ValueError: a fault on purpose" in message
 
 
-def test_a_sender_that_is_killed(tmp_path: Path) -> None:
-    message = broken(tmp_path, {"fault": "kill", "at": 70}, {}, WorkerError)
+@as_over_gloo
+def test_a_sender_that_is_killed(tmp_path: Path, wish: Any) -> None:
+    message = broken(wish, tmp_path, {"fault": "kill", "at": 70}, {}, WorkerError)
     assert message.startswith("rank 0 of pool main died during sync (version 1")
     assert "killed by SIGKILL" in message
 
 
-def test_a_sender_that_sends_a_tensor_twice(tmp_path: Path) -> None:
+@as_over_gloo
+def test_a_sender_that_sends_a_tensor_twice(tmp_path: Path, wish: Any) -> None:
     name = list(odd_tensors(0))[17]
-    message = broken(tmp_path, {"fault": "double", "at": 17}, {}, GuardError)
+    message = broken(wish, tmp_path, {"fault": "double", "at": 17}, {}, GuardError)
     assert message.startswith(f"the training engine exports weight {name!r} twice")
     assert "raised on rank 0 of pool main during sync (version 1" in message

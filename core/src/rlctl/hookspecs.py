@@ -218,6 +218,8 @@ class EngineSpecs:
     def rlctl_load_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> dict[str, Any]:  # type: ignore[empty-body]
         """Take a full set of weights by Hugging Face name, reset every cache that depends on them.
 
+        A tensor is good until the next one is asked for: what comes may be written where it lies. Clone what is kept.
+
         Returns ``{"loaded": [...names], "missing": [...names]}``; the caller checks the coverage.
         """
 

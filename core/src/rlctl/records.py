@@ -239,13 +239,14 @@ class RecipeSpec:
 class WeightTransportSpec:
     """A way to carry weights from a training engine to a rollout engine.
 
-    ``target`` is ``module:Class``, a :class:`rlctl.runtime.transfer.WeightLink`. ``scope`` says how far it reaches: ``host``
-    (processes of one host, which may share a device) or ``network``; within one ``process`` engines hand over themselves.
+    ``target`` is ``module:Class``, a :class:`rlctl.runtime.transfer.WeightLink`. ``scope`` says how far it reaches: one ``device``
+    (all processes on the same GPU), ``host`` (processes of one host, which may share a device) or ``network``; within one
+    ``process`` engines hand over themselves.
     """
 
     name: str
     target: str
-    scope: Literal["process", "host", "network"]
+    scope: Literal["process", "device", "host", "network"]
     devices: tuple[str, ...]
     summary: str = ""
 

@@ -222,9 +222,17 @@ class ServesOldWeights(ToyRollout):
 class ClaimsEverything(ToyRollout):
     @hookimpl
     def rlctl_load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> dict[str, Any]:
-        pairs = list(weights)
+        pairs = [(name, tensor.clone()) for name, tensor in weights]
         ToyRollout.rlctl_load_weights(self, iter(pairs))
         return {"loaded": [name for name, _ in pairs], "missing": []}
+
+
+class KeepsWhatWasLent(ToyRollout):
+    """Reads the tensors when all have come."""
+
+    @hookimpl
+    def rlctl_load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+        return ToyRollout.rlctl_load_weights(self, iter(list(weights)))
 
 
 class FingerprintsOfOldWeights(ToyRollout):

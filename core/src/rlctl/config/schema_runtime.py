@@ -57,16 +57,17 @@ class RuntimeConfig(Strict):
         description="Further pools by name, for roles that shall not share the main pool's processes.",
     )
     ray: RayConfig = Field(default_factory=RayConfig, description="Where Ray is. Used with launcher ray.")
-    weight_transport: Literal["auto", "controller", "collective"] = Field(
+    weight_transport: Literal["auto", "controller", "collective", "host"] = Field(
         default="auto",
-        description="How weights go from the training pool to a rollout pool. collective: from rank to rank in a process "
+        description="How weights go from the training pool to a rollout pool. host: through memory that all ranks see (shared "
+        "memory between CPU processes of one host, CUDA IPC on one GPU). collective: from rank to rank in a process "
         "group of their own (NCCL between GPUs, gloo between CPU processes). controller: through the controller, on the "
-        "CPU. auto: collective where all ranks are on one kind of device, else controller. In one pool neither is used.",
+        "CPU. auto: the first of them that fits. In one pool none is used.",
     )
     weight_bucket_mib: Count | None = Field(
         default=None,
-        description="MiB of a bucket in which weights travel between pools; each side holds two. Default: 32 from CPU to "
-        "CPU by collective, else 256.",
+        description="MiB of a bucket in which weights travel between pools; each side holds two. Default: 8 in shared memory, 32 from "
+        "CPU to CPU by collective, else 256.",
     )
     start_timeout_s: PositiveFloat = Field(default=300.0, description="Longest wait for the first word of every rank.")
     hang_timeout_s: PositiveFloat = Field(

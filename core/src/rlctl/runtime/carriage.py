@@ -20,6 +20,8 @@ MIB = 2**20
 BUCKET_MIB = 256
 CPU_BUCKET_MIB = 32
 """Between CPUs small buckets are faster: less memory is touched for the first time, and packing overlaps sooner."""
+SHARED_BUCKET_MIB = 8
+"""Of memory that both sides see: what one writes is still in the caches when the other reads it."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +29,19 @@ class Transfer:
     """How weights shall travel between pools.
 
     Args:
-        wish: ``auto`` (a link where one fits), ``controller``, or ``collective`` (a link, or an error).
-        bucket_mib: size of a bucket; each side of a link holds two. None: :data:`CPU_BUCKET_MIB` over a link between
-            CPUs, else :data:`BUCKET_MIB`.
+        wish: ``auto`` (a link where one fits), ``controller``, ``collective`` or ``host`` (such a link, or an error).
+        bucket_mib: size of a bucket; each side of a link holds two. None: :func:`bucket_mib`.
     """
 
     wish: Wish = "auto"
     bucket_mib: int | None = None
+
+
+def bucket_mib(scope: str, device: str) -> int:
+    """MiB of a bucket over a link of this scope between devices of this type."""
+    if device != "cpu":
+        return BUCKET_MIB
+    return SHARED_BUCKET_MIB if scope == "host" else CPU_BUCKET_MIB
 
 
 class Carriage:
@@ -81,7 +89,7 @@ class Carriage:
             return None
         loopback = all(r.address == sender.address for r in receivers)
         url: str = source.group.call("meeting_place", loopback)
-        mib = self._transfer.bucket_mib or (CPU_BUCKET_MIB if sender.device == "cpu" else BUCKET_MIB)
+        mib = self._transfer.bucket_mib or bucket_mib(spec.scope, sender.device)
         return LinkPlan(spec.name, url, 1 + len(receivers), mib * MIB)
 
     def _over_link(

@@ -1,8 +1,9 @@
-"""A process group across two pools, over which one training rank sends weights to all ranks of a rollout pool.
+"""A link across two pools, over which one training rank sends weights to all ranks of a rollout pool.
 
-It is none of the pools' own groups: rank 0 is the sender, the others are the receivers. Buckets (:mod:`rlctl.runtime.packed`)
-travel by broadcast, gloo's between CPUs and NCCL's between GPUs; their headers go through the store at which the ranks met,
-so a receiver knows what comes before it takes part in a broadcast, and either side can call the rest off in words:
+Rank 0 is the sender, the others are the receivers. Buckets (:mod:`rlctl.runtime.packed`) travel by a carrier
+(:mod:`rlctl.runtime.carriers`): a collective in a process group that is none of the pools' own, or memory that all see. Their
+headers go through the store at which the ranks met, so a receiver knows what comes before it takes part, and either side can
+call the rest off in words:
 
 - a receiver whose engine fails says so in the store and takes the buckets that are under way without looking at them; the
   sender sees that before its next bucket and calls off, and all others end with what was said;
@@ -18,18 +19,20 @@ import contextlib
 import datetime
 import json
 import time
-from collections.abc import Iterator
-from typing import Any
-from urllib.parse import urlsplit
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlctl import device as devices
 from rlctl.runtime import link_wait, meeting
+from rlctl.runtime.carriers import Carrier, Collective, CudaIpc, SharedMemory
 from rlctl.runtime.failures import PeerFailedError
-from rlctl.runtime.packed import Buckets, Header, Packer, Unpacker
+from rlctl.runtime.packed import Header, Packer, Unpacker
 from rlctl.runtime.phases import beat
 from rlctl.runtime.transfer import LinkEnd
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 _LOOK_S = 0.002
 """How often a receiver that works on one bucket looks whether the next one is coming."""
@@ -45,16 +48,17 @@ class PackedLink:
         RuntimeError: the others did not come within the time limit.
     """
 
+    carried_by: Callable[[TCPStore, LinkEnd], Carrier] = Collective
+
     def __init__(self, end: LinkEnd) -> None:
         self._end = end
-        self._on_device = torch.device(end.device).type != "cpu"
         timeout = datetime.timedelta(seconds=end.timeout_s)
         store = meeting.tcp_store(end.url, end.rank, end.size, timeout)
         # A connection of its own: one that waits for words would keep the collective library from the store.
         self._words = meeting.tcp_store(end.url, max(1, end.rank), end.size, timeout)
-        self._group = _process_group(store, end, timeout)
         self._store = store
-        self._buckets = Buckets(end.bucket_bytes, end.device)
+        self.carrier = type(self).carried_by(store, end)
+        self._buckets = self.carrier.buckets
         self._round: _Round | None = None
         self._said: list[str] = []
         self.peak_bytes = 0
@@ -75,24 +79,26 @@ class PackedLink:
         assert self._end.rank == 0, "rank 0 sends"
         round_ = _Round(number)
         self._forget(number)
+        self.carrier.begin(number)
         packer = Packer(weights, self._buckets)
         travelling: Any = None
         try:
             for header, data in packer:
                 before, travelling = travelling, None
-                self.wait(before)
+                self.carrier.wait(before)
                 self._look_for_failures(number)
+                self.carrier.written()
                 self._say(round_.key(), _BUCKET, header.to_json())
-                travelling = self.broadcast(data)
+                travelling = self.carrier.broadcast(round_.key(), data)
                 round_.bucket += 1
                 beat(bucket=round_.bucket)
             before, travelling = travelling, None
-            self.wait(before)
+            self.carrier.wait(before)
         except BaseException as error:
             # What travels must arrive first: the receivers look at words between buckets only. Who waited for it in vain
             # does not wait again.
             with contextlib.suppress(RuntimeError):
-                self.wait(travelling)
+                self.carrier.wait(travelling)
                 self._say(round_.key(), _OFF, _words_of(error, self._end.who))
             raise
         self.peak_bytes = packer.peak_bytes
@@ -115,7 +121,7 @@ class PackedLink:
 
     # ---- a receiver -------------------------------------------------------------------------------------------
     def receive(self, number: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the sender sends, as tensors that the consumer may keep.
+        """What the sender sends. A tensor is good until the next one is asked for.
 
         Raises:
             PeerFailedError: the sender, or by it another receiver, said that it failed.
@@ -124,7 +130,8 @@ class PackedLink:
         """
         assert self._end.rank > 0, "rank 0 sends"
         self._round = round_ = _Round(number)
-        unpacker = Unpacker(self._end.device)
+        self.carrier.begin(number)
+        unpacker = Unpacker(self._end.device, views=self.carrier.in_place)
         looked = time.monotonic()
         while (bucket := self._next_bucket(round_)) is not None:
             beat(bucket=round_.taken)
@@ -134,6 +141,7 @@ class PackedLink:
                     looked = time.monotonic()
                     if self._words.check([round_.key()]):
                         self._post(round_)
+            self.carrier.taken(round_.key(round_.taken - 1))
             self.peak_bytes = self._buckets.num_bytes + unpacker.largest
         self._buckets.free()
         unpacker.finish()
@@ -148,8 +156,11 @@ class PackedLink:
             return
         with contextlib.suppress(RuntimeError):  # called off, as wanted; or nobody is left to hear it
             self._words.set(_failed(round_.number), f"{self._end.who}: {words}")
+            if round_.taken:  # the one in which it failed
+                self.carrier.taken(round_.key(round_.taken - 1))
             while self._next_bucket(round_) is not None:
-                pass
+                self.carrier.taken(round_.key(round_.taken - 1))
+        self._buckets.free()
 
     def _next_bucket(self, round_: _Round) -> tuple[Header, torch.Tensor] | None:
         """The next bucket, once it is here; None at the end."""
@@ -162,7 +173,7 @@ class PackedLink:
             if coming is None:
                 return None
             header, data, work = coming
-            self.wait(work)
+            self.carrier.wait(work)
         except BaseException:
             round_.over = True  # by words, or because nobody is there
             raise
@@ -178,34 +189,26 @@ class PackedLink:
         elif kind == _BUCKET:
             header = Header.from_json(text)
             data = self._buckets.get(round_.bucket)[: header.size]
-            round_.coming = header, data, self.broadcast(data)
+            round_.coming = header, data, self.carrier.broadcast(round_.key(), data)
             round_.bucket += 1
 
     # ---- both -------------------------------------------------------------------------------------------------
-    def broadcast(self, data: torch.Tensor) -> Any:
-        """Begin the collective itself: the sender's bytes into everybody's. Every rank calls it, then :meth:`wait`."""
-        from torch._C._distributed_c10d import BroadcastOptions
-
-        options = BroadcastOptions()
-        options.rootRank = 0
-        options.timeout = datetime.timedelta(seconds=self._end.timeout_s)
-        return self._group.broadcast([data], options) if data.numel() else None
-
-    def wait(self, work: Any | None) -> None:
-        """Wait for the end of a :meth:`broadcast`; None has ended.
-
-        Raises:
-            PeerFailedError: it did not end within the time limit.
-            RuntimeError: a rank is gone.
-        """
-        if work is not None:
-            link_wait.for_work(work, self._end.timeout_s, on_device=self._on_device)
-
     def close(self) -> None:
         """Leave; not collective."""
-        if self._on_device:
-            self._group.abort()  # what may still be in there waits for somebody who is gone
-        del self._group, self._words, self._store
+        self.carrier.close()
+        del self._words, self._store
+
+
+class SharedMemoryLink(PackedLink):
+    """Between processes of one host, through memory that all of them map."""
+
+    carried_by = SharedMemory
+
+
+class CudaIpcLink(PackedLink):
+    """Between processes on one GPU, through memory that all of them open."""
+
+    carried_by = CudaIpc
 
 
 class _Round:
@@ -221,9 +224,9 @@ class _Round:
         self.off: str | None = None
         """Why the rest was called off."""
 
-    def key(self) -> str:
-        """Where the words about the next bucket are."""
-        return f"{_WORDS}/{self.number}/{self.bucket}"
+    def key(self, bucket: int | None = None) -> str:
+        """Where the words about a bucket are; by default about the next one."""
+        return f"{_WORDS}/{self.number}/{self.bucket if bucket is None else bucket}"
 
 
 def _failed(number: int) -> str:
@@ -234,27 +237,3 @@ def _words_of(error: BaseException, who: str) -> str:
     if isinstance(error, PeerFailedError):
         return str(error)
     return f"{who}: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-
-
-def _process_group(store: Any, end: LinkEnd, timeout: datetime.timedelta) -> Any:
-    """The group itself, a backend's object: the process's default group is its pool's."""
-    from torch._C._distributed_c10d import PrefixStore
-
-    store = PrefixStore("group", store)
-    device = torch.device(end.device)
-    if device.type == "cuda":
-        from torch._C._distributed_c10d import ProcessGroupNCCL
-
-        devices.set_device(device.type, device.index)
-        options = ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return ProcessGroupNCCL(store, end.rank, end.size, options)
-    from torch._C._distributed_c10d import ProcessGroupGloo
-
-    address = urlsplit(end.url).hostname or ""
-    if not address.startswith("127."):
-        return ProcessGroupGloo(store, end.rank, end.size, timeout=timeout)
-    options: Any = getattr(ProcessGroupGloo, "_Options")()  # noqa: B009  (its stubs leave it out)
-    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = timeout
-    return ProcessGroupGloo(store, end.rank, end.size, options)

@@ -9,6 +9,7 @@ from rlctl import device as devices
 from rlctl.declare import load_object
 from rlctl.plugins import PluginSet
 from rlctl.runtime import meeting
+from rlctl.runtime.carriers import room
 from rlctl.runtime.phases import phase
 from rlctl.runtime.records import Boot
 from rlctl.runtime.transfer import LinkEnd, WeightLink, Whereabouts, offered
@@ -42,7 +43,12 @@ class Links:
         """Where this rank is, with its weights on ``device``."""
         kind = device.partition(":")[0]
         return Whereabouts(
-            self._boot.address, kind, devices.unit(device), offered(self._plugins), devices.collective_library(kind)
+            self._boot.address,
+            kind,
+            devices.unit(device),
+            offered(self._plugins),
+            room() if kind == "cpu" else "",
+            devices.collective_library(kind),
         )
 
     def meeting_place(self, *, loopback: bool) -> str:

@@ -8,6 +8,7 @@ it. Neither side holds more than two buckets and one tensor: one bucket travels 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 
@@ -129,14 +130,16 @@ class Packer:
 
 
 class Unpacker:
-    """The receiving side: tensors of their own, in the order in which they were packed.
+    """The receiving side: the tensors, in the order in which they were packed.
 
     Args:
         device: where to make them.
+        views: give out one that lies whole in its bucket as it lies there, without a copy: it is good until the next is asked for.
     """
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: torch.device | str, *, views: bool = False) -> None:
         self._device = torch.device(device)
+        self._views = views
         self._open: tuple[str, str, torch.Tensor, torch.Tensor] | None = None
         self._filled = 0
         self.largest = 0
@@ -152,6 +155,9 @@ class Unpacker:
             GuardError: the pieces do not follow one another, or do not fit their tensor; it is named.
         """
         for piece in header.pieces:
+            if self._views and (view := self._view(piece, header.size, data)) is not None:
+                yield piece.name, view
+                continue
             name, _, tensor, content = self._take(piece)
             end = piece.start + piece.size
             if piece.start != self._filled or end > content.numel() or piece.offset + piece.size > header.size:
@@ -167,6 +173,16 @@ class Unpacker:
                 del content
                 yield name, tensor
                 del tensor  # while the next one is made, this one is the consumer's alone
+
+    def _view(self, piece: Piece, size: int, data: torch.Tensor) -> torch.Tensor | None:
+        """The tensor of ``piece`` within the bucket; None where it is not all there."""
+        dtype = getattr(torch, piece.dtype, None)
+        if self._open is not None or not isinstance(dtype, torch.dtype):
+            return None
+        whole = piece.start == 0 and piece.size == math.prod(piece.shape) * dtype.itemsize > 0
+        if not whole or piece.offset + piece.size > size:
+            return None
+        return data[piece.offset : piece.offset + piece.size].view(dtype).reshape(piece.shape)
 
     def finish(self) -> None:
         """There are no more buckets.

@@ -20,9 +20,19 @@ if TYPE_CHECKING:
 
     from rlctl.plugins import PluginSet
 
-Wish = Literal["auto", "controller", "collective"]
+Wish = Literal["auto", "controller", "collective", "host"]
 
 OWN = (
+    WeightTransportSpec(
+        "cuda_ipc", "rlctl.runtime.link:CudaIpcLink", "device", ("cuda",), "packed buckets in memory of one GPU"
+    ),
+    WeightTransportSpec(
+        "shared_memory",
+        "rlctl.runtime.link:SharedMemoryLink",
+        "host",
+        ("cpu",),
+        "packed buckets in memory that CPU processes of one host map",
+    ),
     WeightTransportSpec(
         "gloo", "rlctl.runtime.link:PackedLink", "network", ("cpu",), "packed buckets, broadcast between CPU processes"
     ),
@@ -33,8 +43,9 @@ OWN = (
 CONTROLLER = "controller"
 """How weights travel where no link fits: to the controller and from there to each rank, on the CPU."""
 
-_REACH = ("host", "network")
+_REACH = ("device", "host", "network")
 """What a link between processes may reach; the nearest is the cheapest."""
+_WISHED = {"auto": _REACH, "collective": ("network",), "host": ("device", "host")}
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,7 @@ class WeightLink(Protocol):
         ...
 
     def receive(self, number: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """On the others: what is sent. The consumer may keep the tensors."""
+        """On the others: what is sent, each tensor good until the next is asked for."""
         ...
 
     def give_up(self, words: str) -> None:
@@ -94,6 +105,7 @@ class Whereabouts:
         address: of its host, as the other ranks reach it.
         device: type of device that its engine's weights are on.
         unit: which device of all, where that can be told (a GPU's own id).
+        room: the same for processes that can map one another's memory; empty where none can.
         offers: the links of its environment.
         made_of: what core's own links are made of there (``torch 2.13.0``). Its versions do not talk to each other.
     """
@@ -102,6 +114,7 @@ class Whereabouts:
     device: str
     unit: str
     offers: tuple[WeightTransportSpec, ...]
+    room: str = ""
     made_of: str = ""
 
 
@@ -116,34 +129,42 @@ def choose(wish: Wish, sender: Whereabouts, receivers: Sequence[Whereabouts]) ->
     """The link to use, None for the controller: of those that fit all ranks the one that reaches least far.
 
     Raises:
-        CapabilityError: ``wish`` is ``collective`` and none fits; says why.
+        CapabilityError: ``wish`` is ``collective`` or ``host`` and none fits; says why.
     """
     if wish == CONTROLLER:
         return None
     ranks = (sender, *receivers)
     devices = sorted({r.device for r in ranks})
     units = [r.unit for r in ranks if r.unit]
-    common = [spec for spec in sender.offers if all(spec in r.offers for r in receivers)]
-    one_host = len({r.address for r in ranks}) == 1
-    apart = len(units) == len(set(units))
+    common = [s for s in sender.offers if s.scope in _WISHED[wish] and all(s in r.offers for r in receivers)]
+    one_host = len({(r.address, r.room) for r in ranks}) == 1
+    reached = {
+        "device": len(units) == len(ranks) and len(set(units)) == 1,
+        "host": one_host,
+        "network": len(units) == len(set(units)),  # collectives refuse two ranks on one device
+    }
     libraries = sorted({r.made_of for r in ranks})
     if len(libraries) > 1:
         common = [spec for spec in common if spec not in OWN]
+    if not sender.room:
+        common = [spec for spec in common if spec.name != "shared_memory"]
     if len(devices) > 1:
         why = f"weights on {' and '.join(devices)}"
     else:
-        # What reaches no further than the host needs no collectives, which refuse two ranks on one device.
-        fitting = [s for s in common if devices[0] in s.devices and (one_host if s.scope == "host" else apart)]
+        fitting = [s for s in common if devices[0] in s.devices and reached[s.scope]]
         if fitting:
             return min(fitting, key=lambda spec: _REACH.index(spec.scope))
         why = f"links for {', '.join(f'{d} ({s.name})' for s in common for d in s.devices) or 'nothing'}"
-        why += "" if apart else f", and two ranks on one {devices[0]} device"
+        why += "" if one_host or wish != "host" else ", and ranks that cannot map one another's memory"
+        why += "" if reached["network"] or wish != "collective" else f", and two ranks on one {devices[0]} device"
         why += "" if len(libraries) == 1 else f", as core's own do not join {' and '.join(libraries)}"
-    if wish == "collective":
+    if wish != "auto":
         raise CapabilityError(
             "no link between the training and the rollout ranks fits",
             found=why,
-            wanted="all ranks on one kind of device with collectives, each rank on a device of its own, and one version of torch",
-            next="runtime.weight_transport=auto lets the weights go by the controller",
+            wanted="all ranks on one kind of device with collectives, each rank on a device of its own, and one version of torch"
+            if wish == "collective"
+            else "all ranks of one user on one host's CPUs or on one GPU, and one version of torch",
+            next="runtime.weight_transport=auto takes whatever way there is",
         )
     return None

@@ -226,6 +226,20 @@ class RolloutConformance(BackendConformance):
         engine.load_weights(iter(self.weights(0).items()), 3)
         self._assert_same(self._generate(engine, self.prompts), first)
 
+    def test_weights_are_lent(self, engine: Engine) -> None:
+        """A tensor is good until the next one is asked for; what an engine keeps of it is a copy."""
+        full = self.weights(1)
+
+        def lent() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in full.items():
+                own = tensor.clone()
+                yield name, own
+                own.zero_()
+
+        engine.load_weights(lent(), 2)
+        wanted = {name: fingerprint_tensor(tensor) for name, tensor in full.items()}
+        assert engine.weight_fingerprint(list(full)) == wanted
+
     def test_coverage_is_reported(self, engine: Engine) -> None:
         """A tensor that was not sent is missing; one that the model does not have is refused, or not claimed."""
         full = self.weights(1)

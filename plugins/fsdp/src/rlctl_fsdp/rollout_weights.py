@@ -88,7 +88,7 @@ def load_named(module: PreTrainedModel, weights: Iterator[tuple[str, torch.Tenso
     for name, tensor in weights:
         target = targets.get(name)
         if target is None:
-            others[name] = tensor
+            others[name] = tensor.clone()  # the next may be written where this one lies
             continue
         if target.shape != tensor.shape:
             raise EngineError(
