@@ -65,7 +65,7 @@ def test_processes_on_one_gpu_get_every_bit_and_a_failure_ends_one_sync_only() -
     try:
         for one in ends:
             one.start()
-        told = dict((rank, rest) for rank, *rest in (answers.get(timeout=LIMIT_S) for _ in ends))
+        told = {rank: rest for rank, *rest in (answers.get(timeout=LIMIT_S) for _ in ends)}
         for one in ends:
             one.join(LIMIT_S)
     finally:
