@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from frozen_rollouts import Recording, largest_difference, record, replay, warm_model
+from safetensors.torch import load_file
 
 from rlctl.trainers.run import RunResult
 
@@ -49,6 +50,25 @@ def test_processes_compute_what_one_process_does(inline: Recorded, tmp_path: Pat
     assert len(pids) == 2
     assert largest_difference(one, many) < (TOLERANCE, "")
     assert largest_difference(one, many, extremes=True) < (10 * TOLERANCE, "")
+
+
+ADAPTERS = ["model.lora={rank: 4}", "actor.optim.lr=2e-3", "actor.use_kl_loss=true", "actor.kl_loss_coef=0.1"]
+
+
+def test_adapters_on_two_processes_are_those_of_one(inline: Recorded, tmp_path: Path) -> None:
+    """With the base as reference, and a merged copy in the rollout: shards are no module that it could share."""
+    pytest.importorskip("peft", reason="peft is not installed: pip install 'rlctl-plugin-fsdp[lora]'")
+    one, recording = record(tmp_path / "inline", inline[2], *ADAPTERS)
+    kl = [m["actor/kl_loss"] for m in one.history]
+    assert kl[0] == 0 < min(kl[1:])
+    many = replay(tmp_path / "halves", inline[2], recording, *ADAPTERS, "runtime.nproc=2", "actor.parallel.usp=2")
+    assert set(json.loads((many.path / "manifest.json").read_text())["engines"]) == {"actor", "rollout"}
+    assert largest_difference(one, many) < (TOLERANCE, "")
+    assert largest_difference(one, many, extremes=True) < (10 * TOLERANCE, "")
+    for file in ("export/model.safetensors", "export_adapter/adapter_model.safetensors"):
+        a, b = load_file(one.path / file), load_file(many.path / file)
+        assert a.keys() == b.keys()
+        assert max(float((a[n] - b[n]).abs().max()) for n in a) < 1e-4
 
 
 def _on_ray(inline: Recorded, folder: Path, *overrides: str) -> RunResult:

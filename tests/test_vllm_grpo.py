@@ -71,6 +71,7 @@ class Case:
         actor: backend, ranks and split of the actor.
         pool: ranks of a pool of the rollout's own, 0 for the actor's processes.
         axes: of the rollout.
+        more: overrides.
     """
 
     record: str
@@ -80,17 +81,21 @@ class Case:
     pool: int = 0
     axes: dict[str, int] = field(default_factory=dict)
     words: str = ""
+    more: tuple[str, ...] = ()
 
     def overrides(self) -> list[str]:
         found = [f"actor.backend={self.actor}", f"runtime.nproc={self.nproc}"]
+        found += self.more
         found += [f"actor.parallel.{axis}={size}" for axis, size in self.split.items() if axis != "dp_shard"]
         found += [f"rollout.parallel.{axis}={size}" for axis, size in self.axes.items() if axis != "dp_replicate"]
         return found + ([f"runtime.pools.gen.nproc={self.pool}", "rollout.pool=gen"] if self.pool else [])
 
 
 FSDP2, TP2 = {"dp_shard": 2}, {"tp": 2}
+ADAPTERS = ("model.lora={rank: 4}", "actor.optim.lr=0.02", "actor.use_kl_loss=true")
 CASES = [
     Case("pool", "fsdp2", 2, FSDP2, 1, {}, "in a process of its own"),
+    Case("pool-lora", "fsdp2", 2, FSDP2, 1, {}, "in a process of its own, weights merged from adapters", ADAPTERS),
     Case("pool-megatron-tp2", "megatron", 2, TP2, 1, {}, "in a process of its own"),
     Case("pool-megatron-pp2", "megatron", 2, {"pp": 2}, 1, {}, "in a process of its own"),
     Case("pool-tp2", "fsdp2", 2, FSDP2, 2, TP2, "tp 2 in a pool of its own"),

@@ -296,9 +296,9 @@ def after_a_failed_call(device: str) -> dict[str, float]:
     }
 
 
-def checkpoint_on_another_mesh(device: str, path: Path) -> dict[str, float]:
+def checkpoint_on_another_mesh(device: str, path: Path, lora: dict[str, Any] | None = None) -> dict[str, float]:
     """Save with replicas and slices, load with shards and slices: the next step must be the same one."""
-    model = {"config": dict(FAMILIES["llama-tied"]), "tokenizer": "unused", "dtype": "float32"}
+    model = {"config": dict(FAMILIES["llama-tied"]), "tokenizer": "unused", "dtype": "float32", "lora": lora}
     batch = batch_of(rows((9, 4, 13, 7, 2, 8)))
     plan = MicroBatchPlan(max_rows=2)
 

@@ -25,7 +25,7 @@ from fsdp_axes_faults import (
 )
 from fsdp_axes_models import CURVED_HEAD, register
 from fsdp_cases import PER_ENGINE, Bench, draw
-from fsdp_two_ranks import run_case
+from fsdp_two_ranks import LORA, run_case
 
 from rlctl.topology import Topology
 
@@ -123,6 +123,7 @@ def rank_main(rank: int, world: int, scratch: Path, device: str) -> None:
         lap("faults")
         results["refusals"] = refusals(rank, device)
         results["checkpoint"] = checkpoint_on_another_mesh(device, scratch / "checkpoint")
+        results["checkpoint lora"] = checkpoint_on_another_mesh(device, scratch / "checkpoint-lora", LORA)
         results["scorer"] = scores_without_an_optimizer(device)
         results["failed"] = after_a_failed_call(device)
         lap("refusals")

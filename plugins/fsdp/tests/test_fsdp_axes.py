@@ -235,13 +235,14 @@ def test_a_failed_call_adds_nothing_to_the_next_one(group) -> None:
         assert rank["failed"]["kept"] > 0.01, "what was left shows, so the cure is one"
 
 
-def test_axes_of_a_checkpoint_may_change(group) -> None:
+@pytest.mark.parametrize("name", ["checkpoint", "checkpoint lora"])
+def test_axes_of_a_checkpoint_may_change(group, name) -> None:
     device, world, results = group
     if world != 4:
         pytest.skip("saved and loaded by four ranks")
     tolerance = TOLERANCE if device == "cpu" else 1e-4
     for rank in results:
-        found = rank["checkpoint"]
+        found = rank[name]
         assert found["fresh_loss"] <= tolerance
         assert found["moved_on"] > 0.01, "the second step is another one than the first"
         assert max(found["loss"], found["grad_norm"], found["weights"]) <= tolerance, found
