@@ -65,6 +65,13 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "bfloat16": {"family": "llama", "split": "uneven", "engine": {"param_dtype": "bfloat16"}},
     "lora": {"family": "llama-tied", "split": "uneven", "lora": {"rank": 3}, "calls": 2},
+    "lora-bfloat16": {
+        "family": "llama",
+        "split": "uneven",
+        "lora": {},
+        "dtype": "bfloat16",
+        "engine": {"param_dtype": "bfloat16"},
+    },
 }
 
 
@@ -107,7 +114,7 @@ def run_case(
     if model.get("path"):
         model["path"] = str(scratch / "directory")
     if "lora" in case:
-        model |= {"lora": {**LORA, **case["lora"]}, "seed": 3}
+        model |= {"lora": {**LORA, **case["lora"]}, "seed": 3, "dtype": case.get("dtype", "float32")}
     settings = {"device": device, "param_dtype": "float32", **case.get("engine", {})}
     engine = build_engine(model, case.get("optim"), topology=topology, **settings)
     if case.get("chunked"):

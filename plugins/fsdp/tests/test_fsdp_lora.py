@@ -14,11 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlctl.engine import Engine
 from rlctl.errors import CheckpointError, ConfigError, EngineError, GuardError
 from rlctl.generation import GenerateRequest, SamplingParams, ScoreRequest
+from rlctl.logits import LossOutput
 from rlctl.microbatch import MicroBatchPlan
 from rlctl.records import BackendKind
 from rlctl.sync import sync_weights
 from rlctl.topology import Topology
-from rlctl_fsdp.lora import inject, merge
+from rlctl_fsdp.lora import effect, inject, merge
 from rlctl_fsdp.rollout import HFRollout
 from rlctl_fsdp.rollout_weights import load_named
 
@@ -279,6 +280,17 @@ def test_the_probe_leaves_no_trace():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_the_probe_finds_its_weights_again_where_they_were_moved_meanwhile():
+    """As they are with engine.param_offload, on an accelerator."""
+    hf = provider(trained())._root.model
+    before = {n: p.detach().clone() for n, p in hf.named_parameters()}
+    with effect.perturbed(hf):
+        for n, p in hf.named_parameters():
+            assert torch.equal(p, before[n]) is (".lora_B." not in n)
+            p.data = p.data.clone()
+    assert all(torch.equal(p, before[n]) for n, p in hf.named_parameters())
+
+
 def _bypassed(layer: Any) -> None:
     """The model multiplies by the weight itself, as fused kernels do."""
     layer.forward = lambda x: torch.nn.functional.linear(x, layer.weight)
@@ -340,8 +352,22 @@ def _losses(batch: Any) -> list[float]:
     return [engine.train_batch(batch, nll, PLAN).loss for _ in range(3)]
 
 
+def _to_one(reader: Any, batch: Any) -> LossOutput:
+    values = reader.values()
+    return LossOutput(loss=((values - 1) ** 2 * batch.items["item_weight"]).sum(), items={})
+
+
 def test_a_value_model_trains_its_head_beside_the_adapters():
     engine = build_engine(section() | {"model_type": "value_model"}, {"lr": 5e-2})
     names = {n for n, p in provider(engine)._root.model.named_parameters() if p.requires_grad}
     assert {n for n in names if not merge.is_adapter(n)} == {"score.weight"}
     assert len(names) == 2 * 14 + 1
+    batch = batch_of(rows((9, 4)))
+    before = engine.infer_batch(batch, PLAN, ("values",))["values"]
+    for _ in range(2):
+        engine.train_batch(batch, _to_one, PLAN)
+    after = engine.infer_batch(batch, PLAN, ("values",))["values"]
+    assert float((after - before).abs().max()) > 0.1
+    plain = build_engine(model_section("llama", seed=4, model_type="value_model"), forward_only=True)
+    assert not load_named(provider(plain)._root.model, engine.export_weights())["missing"]
+    assert float((plain.infer_batch(batch, PLAN, ("values",))["values"] - after).abs().max()) < 2e-6

@@ -181,6 +181,7 @@ class FSDPEngine:
             largest = partial(ranks.reduce_values, op="max", device=self._place.device) if self._place.mesh else list
             clear = self._trained().optimizer.zero_grad
             self._adapters.check_effect(self.rlctl_forward_backward, self._seen.vocab_size, largest, clear)
+            self._host.rest(self._built(), self._stepper)
 
     @hookimpl
     def rlctl_set_adapters(self, enabled: bool) -> bool:
@@ -362,7 +363,7 @@ class FSDPEngine:
         """See :class:`rlctl.hookspecs.EngineSpecs`."""
         self._reshard()
         mesh = self._mesh
-        base = None if self._adapters is None else self._adapters.fingerprint()
+        base = None if self._adapters is None else self._adapters.base
         state.save_state(path, self._built(), self._trained(), mesh.rank, mesh.world_size, self._place.device, base)
         return True
 
@@ -372,7 +373,7 @@ class FSDPEngine:
         self._reshard()
         root, stepper, mesh = self._built(), self._trained(), self._mesh
         self._host.model_in(root)
-        base = None if self._adapters is None else self._adapters.fingerprint()
+        base = None if self._adapters is None else self._adapters.base
         state.load_state(path, root, stepper, mesh.rank, mesh.world_size, self._place.device, base)
         self._host.rest(root, stepper)
         self._check_adapters()

@@ -20,7 +20,7 @@ from rlctl.requirements import installed_version, unmet_requirements
 
 REQUIREMENTS = ("torch>=2.11,<2.15", "transformers>=5.17,<6", "safetensors>=0.5", "numpy>=1.26")
 INSTALL_HINT = "pip install rlctl-plugin-fsdp"
-LORA_REQUIREMENT = "peft>=0.18,<0.22"
+LORA_REQUIREMENT = "peft>=0.21,<0.22"
 LORA_HINT = "pip install 'rlctl-plugin-fsdp[lora]'"
 
 _TRAIN_DEVICES = ("cpu", "cuda", "npu")

@@ -24,7 +24,7 @@ ForwardBackward = Callable[[Sequence[PackedBatch], LossFn, bool], list[MicroOutp
 
 
 class Adapters:
-    """The adapters of one built model.
+    """The adapters of one built model. Made on every rank alike: collective where weights are shards.
 
     Args:
         section: ``model.lora``.
@@ -34,8 +34,10 @@ class Adapters:
 
     def __init__(self, model: PreTrainedModel, section: Mapping[str, Any], source: str | None, *, value: bool) -> None:
         self._model, self._section, self._source, self._value = model, section, source, value
-        self._base: list[Any] = [layer.base_layer.weight for _, layer in adapted_layers(model)]
-        self._num_layers = len(self._base)
+        base: list[Any] = [layer.base_layer.weight for _, layer in adapted_layers(model)]
+        self._num_layers = len(base)
+        self.base = "-".join(fingerprint_tensor(whole(weight)) for weight in (base[0], base[-1]))
+        """Fingerprint of the frozen weights, by the first and the last that have an adapter."""
 
     def note(self) -> str:
         """For :class:`rlctl.engine.EngineInfo`."""
@@ -56,11 +58,6 @@ class Adapters:
     def write(self, dest: Path, *, writer: bool) -> None:
         """See :func:`rlctl_fsdp.lora.directory.write_adapters`."""
         write_adapters(self._model, dest, self._source, writer=writer)
-
-    def fingerprint(self) -> str:
-        """Of the frozen weights, by the first and the last that have an adapter. Collective where they are shards."""
-        ends = (self._base[0], self._base[-1])
-        return "-".join(fingerprint_tensor(whole(weight)) for weight in ends)
 
     def check_effect(
         self,

@@ -41,6 +41,7 @@ def write_adapters(model: PreTrainedModel, dest: Path, base: str | None, *, writ
     held: Any = model
     config = copy.deepcopy(held.peft_config[NAME])
     config.base_model_name_or_path, config.inference_mode = base, True
+    config.target_modules = sorted(config.target_modules)  # a set, whose order would differ from run to run
     beside = dest.with_name(f".tmp-{dest.name}-{os.getpid()}")
     try:
         shutil.rmtree(beside, ignore_errors=True)

@@ -40,20 +40,21 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def perturbed(model: nn.Module) -> Iterator[None]:
     """Random numbers in the place of every B, so large that a layer's output changes by about its own size."""
-    saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+    layers = [layer for _, layer in adapted_layers(model)]
+    saved = [_local(parts(layer)[1]).clone() for layer in layers]
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for _, layer in adapted_layers(model):
+        for layer in layers:
             up = _local(parts(layer)[1])
-            saved.append((up, up.clone()))
             size = 1 / (layer.scaling[NAME] * layer.r[NAME] ** 0.5)
             up.copy_(torch.randn(up.shape, generator=generator) * size)
     try:
         yield
     finally:
         with torch.no_grad():
-            for up, before in saved:
-                up.copy_(before)
+            for layer, before in zip(layers, saved, strict=True):
+                # Where weights rest on the host between calls, their memory is another one by now.
+                _local(parts(layer)[1]).copy_(before)
 
 
 def check_effect(
