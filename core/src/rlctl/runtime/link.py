@@ -85,12 +85,17 @@ class PackedLink:
         try:
             for header, data in packer:
                 before, travelling = travelling, None
-                self.carrier.wait(before)
+                if not self.carrier.in_place:
+                    self.carrier.wait(before)
                 self._look_for_failures(number)
                 self.carrier.written()
                 self._say(round_.key(), _BUCKET, header.to_json())
-                travelling = self.carrier.broadcast(round_.key(), data)
+                current = self.carrier.broadcast(round_.key(), data)
                 round_.bucket += 1
+                if self.carrier.in_place:
+                    # The receivers know of this one while they read the one before it, whose buffer is packed next.
+                    self.carrier.wait(before)
+                travelling = current
                 beat(bucket=round_.bucket)
             before, travelling = travelling, None
             self.carrier.wait(before)
