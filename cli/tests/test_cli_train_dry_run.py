@@ -19,7 +19,21 @@ def shaped(scores, groups):
 
 def ones(solution_str):
     return 1.0
+
+
+class Talk:
+    def __init__(self, broken=""):
+        self.broken = broken
+
+    def reset(self, row):
+        self.wanted = row["answer"]
+
+    def step(self, text):
+        if self.broken:
+            raise ValueError(self.broken)
+        return "more", float(text == self.wanted), False
 """
+TALK = "rollout.environment={name: own.py:%s}"
 
 
 @pytest.mark.parametrize(
@@ -30,6 +44,9 @@ def ones(solution_str):
         ("algorithm.adv_estimator=own.py:shaped", "shaped"),
         ("actor.policy_loss.loss_mode=own.py:nope", "nope"),
         ("reward.components=[{name: own.py:nope}]", "nope"),
+        (TALK % "Talk", ""),
+        (TALK % "Talc", "Talc"),
+        (TALK % "Talk, args: {broken: it is}", "it is"),
     ],
 )
 def test_functions_of_ones_own_are_tried(
@@ -39,7 +56,8 @@ def test_functions_of_ones_own_are_tried(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(OWN)
     with pytest.raises(SystemExit) as caught:
-        main(["train", "quickstart", override, "--dry-run"])
+        also = ["reward.components=[{name: environment}]"] if override.startswith("rollout") else []
+        main(["train", "quickstart", override, *also, "--dry-run"])
     code = caught.value.code
     error = capsys.readouterr().err
     assert "Traceback" not in error

@@ -77,6 +77,7 @@ def check_data(
             _check_tokens(report, split, rows, encoder, config, trains, positions, tell)
     if rl:
         _check_reward(report, splits, resolved, plugins, tell, reward_limit_s)
+        _check_environment(report, splits, resolved, plugins, encoder, tell)
     report.seconds = time.monotonic() - start
     return report
 
@@ -281,9 +282,30 @@ def _check_reward(
         return
     with scorer:
         run = dry_run(rows, scorer, limit_s=limit_s, progress=lambda done: tell("reward dry run", done, len(rows)))
-    report.reward = run.report
+    report.reward = run.report if run.report.rows or run.faults else None
     report.faults += run.faults
     report.warnings += run.warnings
+
+
+def _check_environment(
+    report: DataReport,
+    splits: dict[Split, list[Row]],
+    resolved: ResolvedConfig,
+    plugins: PluginSet | None,
+    encoder: PromptEncoder | None,
+    tell: Progress,
+) -> None:
+    if resolved.config.rollout.environment is None or encoder is None:
+        return
+    from rlctl.environments.dry_run import try_environment
+
+    tell("trying the environment", 0, None)
+    for rows in splits.values():
+        try:
+            try_environment(resolved, plugins, encoder, rows)
+        except RlctlError as error:
+            report.faults.append(_from_error("environment", "rollout.environment", error))
+            return
 
 
 def _from_error(kind: str, where: str, error: RlctlError) -> Fault:

@@ -46,7 +46,10 @@ def dry_run(
     parts = [
         (name, weight, RewardScorer([(name, 1.0, reward)], scorer.sources), reward.compares)
         for name, weight, reward in scorer.components
+        if not getattr(reward, "of_conversations", False)
     ]
+    if not parts:
+        return run
     sums = {name: 0.0 for name, *_ in parts}
     errors = 0
     for number, row in enumerate(rows):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from rlctl.data.columns import Pair, Row
+from rlctl.data.columns import Message, Pair, Row
 from rlctl.data.faults import listing, nearest
 from rlctl.data.readers import Split
 from rlctl.errors import DataError
@@ -37,11 +37,16 @@ Maker = Callable[..., tuple[str, str]]
 
 @dataclass(frozen=True)
 class ProceduralTask:
-    """One built-in task. ``make(rng, **args)`` returns (prompt, answer)."""
+    """One built-in task. ``make(rng, **args)`` returns (prompt, answer).
+
+    Args:
+        demonstrate: from (row's index, prompt, answer) to a whole conversation, for SFT; RL begins at its first message.
+    """
 
     name: str
     make: Maker
     summary: str
+    demonstrate: Callable[[int, str, str], tuple[Message, ...]] | None = None
 
 
 def make_rows(task: TaskConfig, split: Split) -> list[Row]:
@@ -60,10 +65,17 @@ def make_rows(task: TaskConfig, split: Split) -> list[Row]:
         pairs = list(val.items())
     else:
         pairs = _others(task, draw, random.Random(f"{task.name}/{task.seed}/train"), val)
-    return [
-        Row(index, f"{task.name} {split} row {index}", prompt, answer, None, task.name, {}, answer)
-        for index, (prompt, answer) in enumerate(pairs)
-    ]
+    demonstrate = TASKS[task.name].demonstrate
+    rows: list[Row] = []
+    for index, (prompt, answer) in enumerate(pairs):
+        source = f"{task.name} {split} row {index}"
+        if demonstrate is None:
+            rows.append(Row(index, source, prompt, answer, None, task.name, {}, answer))
+            continue
+        chat = demonstrate(index, prompt, answer)
+        response = str(chat[-1]["content"])
+        rows.append(Row(index, source, chat[:-1], answer, response, task.name, {}, answer, chat))
+    return rows
 
 
 def with_pair(row: Row, seed: int) -> Row:
@@ -197,12 +209,34 @@ def _chat_reverse(rng: random.Random, *, words: int = 3) -> tuple[str, str]:
     return f"Write these words in reverse order: {' '.join(chosen)}. Reply with the words only.", " ".join(chosen[::-1])
 
 
+def _calculate(rng: random.Random, *, digits: int = 2) -> tuple[str, str]:
+    """A product and a sum, which a small model does not learn to compute."""
+    a, b, c = (rng.randrange(10 ** (digits - 1), 10**digits) for _ in range(3))
+    sign = rng.choice("+-")
+    return f"{a}*{b}{sign}{c}", str(a * b + c if sign == "+" else a * b - c)
+
+
+def _with_calculator(index: int, prompt: str, answer: str) -> tuple[Message, ...]:
+    """One conversation in four calls the tool; the others answer at once."""
+    asked, said = {"role": "user", "content": prompt}, {"role": "assistant", "content": answer}
+    if index % 4:
+        return asked, said
+    called = {"role": "assistant", "content": f"calc[{prompt}]"}
+    return asked, called, {"role": "tool", "content": answer}, said
+
+
 TASKS: Mapping[str, ProceduralTask] = {
     task.name: task
     for task in (
         ProceduralTask("sort_digits", _sort_digits, "s:40718235= -> 01234578 (args: length)"),
         ProceduralTask("reverse_letters", _reverse_letters, "r:abcd= -> dcba (args: length)"),
         ProceduralTask("add_numbers", _add_numbers, "012+345= -> 0357 (args: digits)"),
+        ProceduralTask(
+            "calculate",
+            _calculate,
+            "47*36+8, with conversations that call a tool in every fourth row (args: digits)",
+            _with_calculator,
+        ),
         ProceduralTask("chat_sum", _chat_sum, "What is 3 + 4? Reply with the number only. (args: max)"),
         ProceduralTask("chat_max", _chat_max, "Which number is the largest: 3, 9 or 4? (args: max)"),
         ProceduralTask("chat_sort", _chat_sort, "Sort these numbers: 9, 4, 7. (args: count, max)"),

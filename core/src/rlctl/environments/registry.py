@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 BUILTIN: Mapping[str, EnvironmentSpec] = {
     spec.name: spec
-    for spec in (EnvironmentSpec("calculator", "rlctl.environments.calculator:Calculator", "arithmetic with a tool"),)
+    for spec in (
+        EnvironmentSpec("calculator", "rlctl.environments.calculator:Calculator", "arithmetic with a tool"),
+        EnvironmentSpec("reasoning_gym", "rlctl.environments.gym:ReasoningGym", "attempts at a reasoning_gym task"),
+        EnvironmentSpec("verifiers", "rlctl.environments.verifiers:Verifiers", "an environment of that library"),
+    )
 }
 OWN = ", or path/to/file.py:Class"
 

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 
 def try_functions(resolved: ResolvedConfig, plugins: PluginSet | None) -> None:
-    """The estimator and the policy loss where they are not rlctl's own, and the rewards: as a run does at its start.
+    """The estimator and the policy loss where they are not rlctl's own, the rewards, and the environment on a few rows: as a run
+    does at its start.
 
-    Imports torch only for an estimator or a loss that is not rlctl's own.
+    Imports torch only for an estimator or a loss that is not rlctl's own, and with the tokenizer that an environment needs.
 
     Raises:
         ConfigError: there is none of that name.
@@ -29,3 +30,12 @@ def try_functions(resolved: ResolvedConfig, plugins: PluginSet | None) -> None:
 
         find_algorithms(config, plugins)
     build_reward(config.reward, plugins, resolved.base_dir).close()
+    if config.rollout.environment is not None:
+        from rlctl.data.prompts import PromptEncoder
+        from rlctl.data.rows import load_rows
+        from rlctl.data.tokenizer import load_tokenizer
+        from rlctl.environments.dry_run import try_environment
+        from rlctl.models import resolve_model_source
+
+        encoder = PromptEncoder(load_tokenizer(resolve_model_source(config.model)), config.data)
+        try_environment(resolved, plugins, encoder, load_rows(config.data, "train"))

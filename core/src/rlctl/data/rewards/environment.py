@@ -12,6 +12,8 @@ class EnvironmentReward:
     """See the module. A conversation whose environment failed gets 0."""
 
     compares = False
+    of_conversations = True
+    """Nothing that a row says of itself can be scored."""
 
     def __call__(self, item: RewardInput) -> Mapping[str, float]:
         if item.conversation is None:
