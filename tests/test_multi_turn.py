@@ -10,14 +10,24 @@ from typing import Any
 
 import pytest
 import torch
-from chat_styles import STYLES, tiny_model
+from chat_styles import STYLES, characters, tiny_model
 from kept_ranks import kept_ranks
 from safetensors.torch import load_file
 
 from rlctl.batch import PackedBatch
 from rlctl.config.load import load_config
+from rlctl.config.schema import DataConfig, TaskConfig
+from rlctl.config.schema_environment import EnvironmentConfig
+from rlctl.data.columns import Row
+from rlctl.data.procedural import make_rows
+from rlctl.data.prompts import PromptEncoder
+from rlctl.data.tokenizer import load_tokenizer
+from rlctl.environments.episodes import Episodes
+from rlctl.environments.glue import ChatGlue
+from rlctl.environments.registry import open_environment
 from rlctl.errors import ConfigError, DataError
-from rlctl.generation import Completion, Conversation, Ending, FinishReason, GenerateRequest
+from rlctl.generation import Completion, Conversation, Ending, FinishReason, GenerateRequest, SamplingParams
+from rlctl.models import resolve_model_source
 from rlctl.plugins import load_plugins
 from rlctl.runtime.remote import RemoteEngine
 from rlctl.tracking.reporter import NullReporter
@@ -266,6 +276,53 @@ def test_two_ranks_converse_as_one(ranks: None, models: dict[str, Path], seen: S
         assert second[name] == pytest.approx(first[name], abs=1e-5), name
 
 
+def test_the_recipe_s_conversations_are_those_it_was_shown() -> None:
+    """The calculator recipe's tokenizer, template and tool: a policy that calls and repeats makes the very tokens, trained in the same
+    places, that the demonstrations of the warm start have."""
+    config = load_config("calculator", plugins=load_plugins()).config
+    encoder = PromptEncoder(load_tokenizer(resolve_model_source(config.model)), config.data)
+    rows = [
+        row
+        for row in make_rows(config.data.task.model_copy(update={"train_size": 12}), "train")
+        if len(row.prompt) == 3
+    ]
+    assert len(rows) == 3
+
+    def policy(request: GenerateRequest) -> list[Completion]:
+        out: list[Completion] = []
+        for p, prompt in enumerate(request.prompts):
+            asked, _, said = str(encoder.tokenizer.decode(prompt)).partition("$:")
+            ids = encoder.encode((said.rstrip("=") if said else f"calc[{asked.rstrip('=')}]") + "$")
+            out.append(Completion(p, 0, ids, [-1.0] * len(ids), FinishReason.STOP))
+        return out
+
+    section = config.rollout.environment
+    with open_environment(section, None, HERE) as client:
+        talk = Episodes(client, section, ChatGlue(encoder), config.data.max_prompt_length)
+        prompts, out = talk.run(rows, SamplingParams(max_tokens=config.data.max_response_length), policy)
+    for row, c in zip(rows, out, strict=True):
+        ids, mask = encoder.sft(row)
+        prompt = prompts[c.prompt_index]
+        assert [*prompt, *c.token_ids] == ids
+        assert [*([False] * len(prompt)), *c.sampled] == mask
+        assert c.reward == 1.0
+        assert c.metrics == {"tool_calls": 1.0, "tool_errors": 0.0}
+
+
+def test_the_page_s_example_is_an_environment() -> None:
+    page = (HERE.parent / "docs" / "multi-turn.md").read_text()
+    space: dict[str, Any] = {}
+    exec(page.split("```python\n")[1].split("```")[0], space)
+    guess = space["Guess"](tries=3)
+    assert guess.reset({"answer": "5"}) is None
+    assert [guess.step(text) for text in ("x", "3", "9")] == [
+        ("A number, please.", 0.0, False),
+        ("too small", 0.0, False),
+        ("too large", 0.0, True),
+    ]
+    assert guess.step("5") == (None, 1.0, True)
+
+
 # ---- environments that fail ---------------------------------------------------------------------------------------
 ZERO = ["rollout.environment.on_error=zero", "trainer.total_training_steps=1", "trainer.val_before_train=false"]
 
@@ -299,16 +356,6 @@ def test_a_failing_environment_stops_the_run_with_words(
 @pytest.fixture(scope="module")
 def episodes(models: dict[str, Path]) -> Any:
     """Conversations of two rows with two samples each, with an engine that writes ``b`` and ends each turn (a reward of its number / 8)."""
-    from chat_styles import characters
-
-    from rlctl.config.schema import DataConfig, TaskConfig
-    from rlctl.config.schema_environment import EnvironmentConfig
-    from rlctl.data.columns import Row
-    from rlctl.data.prompts import PromptEncoder
-    from rlctl.environments.episodes import Episodes
-    from rlctl.environments.glue import ChatGlue
-    from rlctl.environments.registry import open_environment
-    from rlctl.generation import SamplingParams
 
     encoder = PromptEncoder(characters(STYLES["smollm2"]), DataConfig(task=TaskConfig(name="x")))
     rows = [

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib
 import importlib.util
 import inspect
 import json
@@ -37,7 +38,6 @@ class Verifiers:
         if importlib.util.find_spec("verifiers") is None:
             raise JobError(kind="construct", error="the verifiers library is not installed", next=EXTRA)
         self._env, self._seat = _environment(id, json.dumps(config or {}, sort_keys=True))
-        self._id = id
         self._asked: asyncio.Queue[Any] = asyncio.Queue()
         self._said: asyncio.Queue[str] = asyncio.Queue()
         self._episode: asyncio.Task[None] | None = None
@@ -45,7 +45,7 @@ class Verifiers:
 
     async def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         number = int(row["extra_info"].get("task", row["index"]))
-        task = _task(self._env, self._id, number)
+        task = _task(self._env, number)
         _require_plain(self._env, task)
         self._episode = asyncio.create_task(self._play(task))
         messages = await self._next()
@@ -80,8 +80,7 @@ class Verifiers:
         return _OVER
 
     async def _play(self, task: Any) -> None:
-        import verifiers.v1 as vf
-
+        vf = _library()
         agents = _Agents(self._seat, _Agent(self))
         await self._env.setup(agents)
         await self._env.run(task, agents)
@@ -96,8 +95,7 @@ class Verifiers:
 
     def trace(self, task: Any) -> Any:
         """A new record of what the agent does on ``task``."""
-        import verifiers.v1 as vf
-
+        vf = _library()
         config = getattr(self._env.config, self._seat)
         return vf.Trace(task=_about(task), agent=vf.AgentInfo(config=config, name=self._seat))
 
@@ -149,8 +147,7 @@ class _Interaction:
 
     async def turn(self, message: Any = None) -> Any:
         """One turn of the policy, after ``message``; a segment without messages where a ``@stop`` has ended it."""
-        import verifiers.v1 as vf
-
+        vf = _library()
         if self._over:
             return vf.Segment(messages=[], terminated=True)
         asked = [*self._fresh, *_plain(message)]
@@ -165,8 +162,7 @@ class _Interaction:
         return vf.Segment(messages=[reply])
 
     def _note(self, message: Any, sampled: bool) -> None:
-        import verifiers.v1 as vf
-
+        vf = _library()
         nodes = self.trace.nodes
         nodes.append(vf.MessageNode(parent=len(nodes) - 1 if nodes else None, message=message, sampled=sampled))
 
@@ -180,9 +176,12 @@ class _Interaction:
         return False
 
 
-def _about(task: Any) -> Any:
-    import verifiers.v1 as vf
+def _library() -> Any:
+    return importlib.import_module("verifiers.v1")
 
+
+def _about(task: Any) -> Any:
+    vf = _library()
     return vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
 
 
@@ -202,8 +201,7 @@ def _plain(messages: Any) -> list[dict[str, Any]]:
 @functools.cache
 def _environment(id: str, config: str) -> tuple[Any, str]:
     """(the environment, the name of its one agent)."""
-    import verifiers.v1 as vf
-
+    vf = _library()
     given = json.loads(config)
     taskset = {"id": id, **given.pop("taskset", {})}
     env = vf.load_environment(vf.resolve_env_config({"taskset": taskset, **given}))
@@ -214,18 +212,12 @@ def _environment(id: str, config: str) -> tuple[Any, str]:
 
 
 @functools.cache
-def _tasks(id: str) -> list[Any]:
-    return []
-
-
-def _task(env: Any, id: str, number: int) -> Any:
-    """Task ``number`` of the taskset, which is read as far as it is needed."""
-    known = _tasks(id)
-    while number >= len(known):
-        known.extend(env.taskset.include(idx=[f"{len(known)}:{number + 1}"]))
-        if number >= len(known):
-            raise IndexError(f"the taskset {id} has {len(known)} tasks, and the row asks for number {number}")
-    return known[number]
+def _task(env: Any, number: int) -> Any:
+    """Task ``number`` of the taskset of ``env``."""
+    found = list(env.taskset.include(idx=[f"{number}:{number + 1}"]))
+    if not found:
+        raise IndexError(f"the taskset {env.config.taskset.id} has no task {number}, which the row asks for")
+    return found[0]
 
 
 def _require_plain(env: Any, task: Any) -> None:
