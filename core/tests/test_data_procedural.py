@@ -41,7 +41,25 @@ def expected(name: str, prompt: str) -> str:
         case "chat_reverse":
             words = prompt.partition(": ")[2].partition(".")[0].split()
             return " ".join(words[::-1])
+        case "calculate":
+            return str(numbers[0] * numbers[1] + (numbers[2] if "+" in prompt else -numbers[2]))
     raise AssertionError(name)
+
+
+def question(row: Row) -> str:
+    return row.prompt if isinstance(row.prompt, str) else str(row.prompt[0]["content"])
+
+
+def test_a_conversation_in_four_calls_the_calculator() -> None:
+    for row in rows_of("calculate"):
+        asked, *middle, said = row.messages or ()
+        assert (asked["role"], said) == ("user", {"role": "assistant", "content": row.answer})
+        assert row.prompt == (asked, *middle)
+        called = [
+            {"role": "assistant", "content": f"calc[{asked['content']}]"},
+            {"role": "tool", "content": row.answer},
+        ]
+        assert middle == ([] if row.index % 4 else called)
 
 
 @pytest.mark.parametrize("name", sorted(TASKS))
@@ -49,10 +67,9 @@ def test_answers_are_right_and_splits_share_no_prompt(name: str) -> None:
     train, val = rows_of(name), rows_of(name, "val")
     assert (len(train), len(val)) == (200, 50)
     for row in (*train, *val):
-        assert isinstance(row.prompt, str)
-        assert row.answer == row.ground_truth == expected(name, row.prompt)
-    assert len({row.prompt for row in val}) == 50
-    assert not {row.prompt for row in train} & {row.prompt for row in val}
+        assert row.answer == row.ground_truth == expected(name, question(row))
+    assert len({question(row) for row in val}) == 50
+    assert not {question(row) for row in train} & {question(row) for row in val}
     assert train[3].source == f"{name} train row 3"
     assert train[3].index == 3
 
