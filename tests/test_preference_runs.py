@@ -17,6 +17,9 @@ from safetensors.torch import load_file
 from rlctl.config import axes, engines
 from rlctl.config.load import load_config
 from rlctl.config.problems import InvalidConfigError
+from rlctl.config.schema_reward import RewardConfig
+from rlctl.data.rewards import build_reward
+from rlctl.data.rewards.base import RewardInput
 from rlctl.data.rows import load_rows
 from rlctl.errors import ConfigError
 from rlctl.plugins import load_plugins
@@ -214,7 +217,7 @@ def test_a_reward_model_is_a_sequence_classifier(tmp_path: Path) -> None:
     resolved = load_config("rm", [*TINY, *LOSSES["rm"][1]], plugins=plugins)
     rows = load_rows(resolved.config.data, "val", pairs=True)
     prepared = prepare(make_context(resolved, plugins, NullReporter()))
-    right, losses = [], []
+    right, losses, pairs = [], [], []
     for row in rows:
         scores = []
         for text in (row.pair.chosen, row.pair.rejected) if row.pair else ():
@@ -222,11 +225,37 @@ def test_a_reward_model_is_a_sequence_classifier(tmp_path: Path) -> None:
             with torch.no_grad():
                 scores.append(model(torch.tensor([ids])).logits.item())
         right.append(scores[0] > scores[1])
+        pairs.append(scores)
         gap = torch.tensor(scores[0] - scores[1])
         losses.append((-torch.nn.functional.logsigmoid(gap)).item() + 0.01 * sum(scores) ** 2)
     said = run.validation[-1][1]
     assert said["val/rewards/accuracies"] == pytest.approx(sum(right) / len(right))
     assert said["val/loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-5)
+    # And as a reward it says the same, of a batch and of one, whatever is padded.
+    judge = RewardConfig.model_validate(
+        {"components": [{"name": "model", "args": {"path": "export", "batch_size": 3}}]}
+    )
+    with build_reward(judge, plugins, run.path) as scorer:
+        texts = [row.pair.chosen if row.pair else "" for row in rows]
+        found = scorer.score(rows, [*texts[:-1], "1"], ["stop"] * len(rows), [4] * len(rows))
+        alone = [scorer.score_one(RewardInput(row, text, "stop", 4)) for row, text in zip(rows, texts, strict=True)]
+    own = [of_chosen for of_chosen, _ in pairs]
+    assert [r.score for r in alone] == pytest.approx(own, abs=1e-5)
+    assert [r.score for r in found[:-1]] == pytest.approx(own[:-1], abs=1e-5)
+    assert abs(found[-1].score - own[-1]) > 1e-4
+    component = f"reward.components=[{{name: model, args: {{path: {run.path / 'export'}}}}}]"
+    rl = [*(o for o in TINY if not o.startswith("actor.optim")), "rollout.n=2", "warm_start=null", component]
+    resolved = load_config("quickstart", [*rl, "trainer.total_training_steps=1"], plugins=plugins)
+    rollouts = Runner(resolved, plugins, NullReporter(), run_dir=tmp_path / "rl").execute()
+    assert rollouts.first["critic/score/max"] > rollouts.first["critic/score/min"]
+
+
+def test_a_directory_without_a_reward_model_is_no_reward(tmp_path: Path) -> None:
+    policy = ROOT / "cli/src/rlctl_cli/recipes/quickstart/model"
+    for path, what in ((policy, "is no reward model"), (tmp_path, "cannot be read")):
+        config = RewardConfig.model_validate({"components": [{"name": "model", "args": {"path": str(path)}}]})
+        with pytest.raises(ConfigError, match=what):
+            build_reward(config, None, tmp_path)
 
 
 def test_margins_of_the_rows_reach_the_loss(tmp_path: Path) -> None:

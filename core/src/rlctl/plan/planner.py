@@ -144,7 +144,11 @@ def _layouts(request: Request, plugins: PluginSet, facts: ModelFacts) -> tuple[l
         scores = role == "critic" or (role == "actor" and config.trainer.type == "rm")
         head = ModelType.VALUE_MODEL if scores else ModelType.LANGUAGE_MODEL
         if head not in spec.model_types:
-            refusals.append(Refusal(role, f"{spec.name} has no {head}: it cannot train a {role}"))
+            refusals.append(
+                Refusal(
+                    role, f"{spec.name} has no {head}: it cannot train a {'reward model' if role == 'actor' else role}"
+                )
+            )
             head = spec.model_types[0]
         layout = lay_out(
             role, spec, config.pool_of(role), ranks_of(config, role), role_axes(config, role),

@@ -15,7 +15,7 @@ def bradley_terry(
         chosen, rejected: ``[P]`` scores.
         margin: ``[P]`` m, by how much better the chosen one is (Touvron et al., arXiv 2307.09288, eq. 2); None: 0.
         center: weight of the term that keeps scores around 0, which differences alone leave open (Eisenstein et al., arXiv
-            2312.09244, sec. 2).
+            2312.09244).
     """
     gap = chosen - rejected
     loss = -F.logsigmoid(gap if margin is None else gap - margin)

@@ -57,7 +57,8 @@ class RewardContext:
 
 @runtime_checkable
 class Reward(Protocol):
-    """A built reward. It may also have ``close()``, called once at the end.
+    """A built reward. It may also have ``close()``, called once at the end, and ``prepare(items)``, called with all completions of a
+    batch that it is then called for one by one.
 
     ``compares`` says that the value measures agreement with the row's answer, so that a data check may expect the
     answer itself to score 1.

@@ -28,6 +28,7 @@ BUILTIN: Mapping[str, RewardSpec] = {
         RewardSpec("length", "rlctl.data.rewards.text:length", "near a target length, or a penalty over a limit"),
         RewardSpec("number", "rlctl.data.rewards.number:number", "the last number is the answer"),
         RewardSpec("math", "rlctl.data.rewards.math:math", "equal by math-verify"),
+        RewardSpec("model", "rlctl.data.rewards.model:model", "what a trained reward model says"),
         RewardSpec("environment", "rlctl.data.rewards.environment:environment", "the sum of a conversation's turns"),
         RewardSpec("reasoning_gym", "rlctl.data.rewards.gym:reasoning_gym", "the task's own scorer"),
     )

@@ -58,12 +58,17 @@ class RewardScorer:
             DataError: a row lacks what a reward needs, a user's function fails, or a value is not a finite number that float32
                 holds.
         """
-        return [
-            self.score_one(RewardInput(row, text, str(reason), count, conversation))
+        items = [
+            RewardInput(row, text, str(reason), count, conversation)
             for row, text, reason, count, conversation in zip(
                 rows, texts, finish_reasons, num_tokens, conversations or [None] * len(texts), strict=True
             )
         ]
+        for name, _, reward in self.components:
+            prepare = getattr(reward, "prepare", None)
+            if prepare is not None:
+                prepare([item for item in items if self.scores(name, item.row)])
+        return [self.score_one(item) for item in items]
 
     def score_one(self, item: RewardInput) -> RewardResult:
         """The result of one completion; see :meth:`score`."""
