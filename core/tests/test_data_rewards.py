@@ -292,6 +292,7 @@ def test_every_built_in_name_is_there() -> None:
         "contains",
         "reasoning_gym",
         "environment",
+        "model",
     } == set(BUILTIN)
 
 
