@@ -79,6 +79,8 @@ def test_adapters_take_no_second_model_and_their_own_optimizer_alone() -> None:
     assert sizes["optimizer"] == 8 * adapters
     assert sizes["weights"] == 4 * (found.size.total + adapters)
     assert found.memory.peak_bytes < full.memory.peak_bytes
+    assert planner.roles(request(trainer={"type": "dpo"}, dpo={})) == ["actor", "ref"]
+    assert planner.roles(request(trainer={"type": "dpo"}, dpo={}, model={"lora": {}})) == ["actor"]
     out = {choice.name: choice.reasons for choice in found.train_backends}
     assert out["fsdp2"] == ()
     assert all("trains no adapters (model.lora)" in out[name] for name in ("megatron", "veomni"))

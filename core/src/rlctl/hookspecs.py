@@ -181,7 +181,8 @@ class EngineSpecs:
 
     @hookspec(firstresult=True)
     def rlctl_export_adapters(self, path: Path) -> bool:  # type: ignore[empty-body]
-        """Write the adapters alone as a directory that peft reads; collective. False without adapters."""
+        """Write the adapters alone as a directory that peft reads; collective. False without adapters, and of a
+        value model, whose head is no adapter."""
 
     @hookspec(firstresult=True)
     def rlctl_move(self, device: str, parts: Sequence[str]) -> bool:  # type: ignore[empty-body]

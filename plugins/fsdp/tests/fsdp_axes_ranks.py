@@ -25,7 +25,7 @@ from fsdp_axes_faults import (
 )
 from fsdp_axes_models import CURVED_HEAD, register
 from fsdp_cases import PER_ENGINE, Bench, draw
-from fsdp_two_ranks import LORA, run_case
+from fsdp_two_ranks import LORA, WITH_PEFT, run_case
 
 from rlctl.topology import Topology
 
@@ -58,6 +58,10 @@ NAMED_OF_TWO: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "lora-usp-two": ((1, 1, 2), {"family": "qwen3", "split": "even", "lora": {"use_rslora": True}, "loss": "ppo"}),
     "replicas-two": ((2, 1, 1), {"family": "llama-tied", "split": "uneven"}),
 }
+
+if not WITH_PEFT:
+    NAMED = {name: (sizes, case) for name, (sizes, case) in NAMED.items() if "lora" not in case}
+    NAMED_OF_TWO = {name: (sizes, case) for name, (sizes, case) in NAMED_OF_TWO.items() if "lora" not in case}
 
 
 def join(store: Path, rank: int, world: int, device: str) -> None:
@@ -123,7 +127,8 @@ def rank_main(rank: int, world: int, scratch: Path, device: str) -> None:
         lap("faults")
         results["refusals"] = refusals(rank, device)
         results["checkpoint"] = checkpoint_on_another_mesh(device, scratch / "checkpoint")
-        results["checkpoint lora"] = checkpoint_on_another_mesh(device, scratch / "checkpoint-lora", LORA)
+        if WITH_PEFT:
+            results["checkpoint lora"] = checkpoint_on_another_mesh(device, scratch / "checkpoint-lora", LORA)
         results["scorer"] = scores_without_an_optimizer(device)
         results["failed"] = after_a_failed_call(device)
         lap("refusals")

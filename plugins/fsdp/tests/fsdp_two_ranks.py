@@ -4,6 +4,7 @@ one process too, so that both sides execute the same code."""
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -73,6 +74,10 @@ CASES: dict[str, dict[str, Any]] = {
         "engine": {"param_dtype": "bfloat16"},
     },
 }
+
+WITH_PEFT = importlib.util.find_spec("peft") is not None
+if not WITH_PEFT:
+    CASES = {name: case for name, case in CASES.items() if "lora" not in case}
 
 
 def _train(engine: Engine, batch: PackedBatch, loss_fn: Any, calls: int) -> dict[str, float]:

@@ -240,6 +240,8 @@ def test_axes_of_a_checkpoint_may_change(group, name) -> None:
     device, world, results = group
     if world != 4:
         pytest.skip("saved and loaded by four ranks")
+    if name not in results[0]:
+        pytest.skip("peft is not installed: pip install 'rlctl-plugin-fsdp[lora]'")
     tolerance = TOLERANCE if device == "cpu" else 1e-4
     for rank in results:
         found = rank[name]

@@ -357,11 +357,12 @@ def _to_one(reader: Any, batch: Any) -> LossOutput:
     return LossOutput(loss=((values - 1) ** 2 * batch.items["item_weight"]).sum(), items={})
 
 
-def test_a_value_model_trains_its_head_beside_the_adapters():
+def test_a_value_model_trains_its_head_beside_the_adapters(tmp_path):
     engine = build_engine(section() | {"model_type": "value_model"}, {"lr": 5e-2})
     names = {n for n, p in provider(engine)._root.model.named_parameters() if p.requires_grad}
     assert {n for n in names if not merge.is_adapter(n)} == {"score.weight"}
     assert len(names) == 2 * 14 + 1
+    assert not engine.export_adapters(tmp_path / "adapter"), "its head is no adapter"
     batch = batch_of(rows((9, 4)))
     before = engine.infer_batch(batch, PLAN, ("values",))["values"]
     for _ in range(2):

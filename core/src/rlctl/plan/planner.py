@@ -113,10 +113,10 @@ def _ranked(
 def roles(request: Request) -> list[str]:
     """The roles that take part."""
     config = request.config
-    if config.trainer.type != "rl":
-        return ["actor", *(["ref"] if config.needs_reference else [])]
-    critic = ["critic"] if request.critic or config.critic is not None else []
     ref = ["ref"] if config.needs_reference and not reference_is_base(config) else []
+    if config.trainer.type != "rl":
+        return ["actor", *ref]
+    critic = ["critic"] if request.critic or config.critic is not None else []
     return ["actor", *ref, *critic, "rollout"]
 
 

@@ -103,7 +103,7 @@ class FSDPEngine:
         self._host.rest(self._root, self._stepper)
         self._check_adapters()
         return EngineInfo(
-            num_parameters=sum(p.numel() for n, p in hf.named_parameters() if not is_adapter(n)),
+            num_parameters=sum(p.numel() for n, p in hf.named_parameters() if not (self._adapters and is_adapter(n))),
             vocab_size=self._seen.vocab_size,
             model_family=str(hf.config.model_type),
             notes=self._notes(),
@@ -194,8 +194,8 @@ class FSDPEngine:
     @hookimpl
     def rlctl_export_adapters(self, path: Path) -> bool:
         """See :class:`rlctl.hookspecs.EngineSpecs`."""
-        if self._adapters is None:
-            return False
+        if self._adapters is None or self._value:
+            return False  # a value head is trained in full, and is no adapter
         self._reshard()
         with phase("export"):
             self._host.model_in(self._built())

@@ -59,7 +59,9 @@ class Merged:
         self._changed = 0
         self.readers: dict[str, Reader] = {}
         for name, tensor in tensors.items():
-            if not is_adapter(name):
+            if not self._layers:  # names are the model's own, whatever they are
+                self.readers[name] = self._reader("", tensor)
+            elif not is_adapter(name):
                 self.readers[name.replace(BASE, ".")] = self._reader(name, tensor)
 
     def _reader(self, name: str, tensor: torch.Tensor) -> Reader:
