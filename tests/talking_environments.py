@@ -96,3 +96,11 @@ class Random(Echo):
     def reset(self, row: dict[str, Any]) -> str:
         super().reset(row)
         return f"begin {id(self)}"
+
+
+class Long(Echo):
+    """Begins with more than fits."""
+
+    def reset(self, row: dict[str, Any]) -> list[dict[str, str]]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().reset(row)
+        return [{"role": "user", "content": "x" * 500}]

@@ -341,6 +341,7 @@ ZERO = ["rollout.environment.on_error=zero", "trainer.total_training_steps=1", "
         ("Failing", "reset", "failed in reset"),
         ("Failing", "reset value", "returned something else in reset"),
         ("Random", "", "differently for two samples"),
+        ("Long", "", r"the prompt of sort_digits train row 4 \(row 4\) is too long as the environment"),
         ("Nobody", "", "has no class 'Nobody'"),
         ("Echo", "", "refuses rollout.environment.args"),
     ],

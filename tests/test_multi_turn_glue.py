@@ -17,11 +17,11 @@ ROW = Row(7, "train row 7", "How much?", "3", None, "toy")
 TOOLS = [{"type": "function", "function": {"name": "calc", "description": "", "parameters": {"type": "object"}}}]
 
 
-def glue(template: str | None, **settings) -> ChatGlue:
+def glue(template: str | None, system: str | None = None, **settings) -> ChatGlue:
     tokenizer = characters(template or "")
     if template is None:
         tokenizer.chat_template = None
-    return ChatGlue(PromptEncoder(tokenizer, DataConfig(task=TaskConfig(name="x"))), **settings)
+    return ChatGlue(PromptEncoder(tokenizer, DataConfig(task=TaskConfig(name="x"), system_prompt=system)), **settings)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -73,9 +73,20 @@ def test_roles_and_tools_that_a_template_has_no_place_for(style: str, tool: bool
     assert chat.takes_role("tool") is tool
     assert chat.takes_tools() is tools
     said = {"role": "tool", "content": 'a "b"\nc'}
-    follows = chat.open(ROW).follow([said if tool else as_user(said)])
+    follows = chat.open(ROW).follow([said] if tool else as_user([said]))
     assert "a " in follows
     assert "calc" in chat.open(ROW, in_words(TOOLS, chat.encoder.messages(ROW))).text
+
+
+def test_a_demonstration_is_no_part_of_the_prompt() -> None:
+    """A row that is a whole conversation begins before its first answer, with the system message of the configuration."""
+    chat = glue(SMOLLM2, system="Answer.")
+    said = [{"role": role, "content": words} for role, words in (("user", "1"), ("assistant", "2"), ("tool", "3"))]
+    last = {"role": "assistant", "content": "4"}
+    demonstration = Row(0, "row 0", tuple(said), "4", "4", "toy", {}, "4", (*said, last))
+    assert [m["content"] for m in chat.beginning(demonstration)] == ["Answer.", "1"]
+    history = Row(0, "row 0", (*tuple(said[:2]), {"role": "user", "content": "3"}), "4", None, "toy")
+    assert [m["content"] for m in chat.beginning(history)] == ["Answer.", "1", "2", "3"]
 
 
 def test_a_role_that_is_left_out_in_silence_is_refused() -> None:

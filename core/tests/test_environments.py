@@ -22,7 +22,7 @@ from rlctl.environments.gym import ReasoningGym
 from rlctl.environments.registry import open_environment
 from rlctl.environments.schemas import schema_of
 from rlctl.environments.tool_calls import Call, CallError, hermes, plain
-from rlctl.environments.tools import ToolEnvironment
+from rlctl.environments.tools import ToolEnvironment, as_user
 from rlctl.errors import ConfigError, DataError
 from rlctl.plugins import PluginSet
 from rlctl.records import EnvironmentSpec
@@ -205,6 +205,13 @@ def test_a_tool_answers_whatever_it_is_asked(text: str, said: list[str], errors:
     assert world.step("done") == (None, 1.0, True, numbers)
 
 
+def test_what_tools_say_can_stand_in_the_user_s_name() -> None:
+    said = [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}, {"role": "user", "content": "go on"}]
+    one = "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>\ngo on"
+    assert as_user(said) == [{"role": "user", "content": one}]
+    assert as_user(said[2:]) == said[2:]
+
+
 def test_the_calculator_rewards_the_last_number() -> None:
     world = Calculator(style="plain", show_tools=False, call_reward=0.25)
     assert world.tools == []
@@ -213,7 +220,7 @@ def test_the_calculator_rewards_the_last_number() -> None:
         {"role": "assistant", "content": "calc[6*7]"},
         {"role": "tool", "content": "42"},
     ]
-    assert world.reset({"prompt": chat, "answer": "42"}) == chat[:1]
+    assert world.reset({"prompt": chat, "answer": "42"}) is None
     assert world.step("calc[6*7]")[:3] == ([{"role": "tool", "content": "42"}], 0.25, False)
     assert world.step("calc[6*]")[1] == 0.0
     assert world.step("it is 42.")[1:3] == (1.0, True)

@@ -17,22 +17,17 @@ has), and its methods may be sync or async::
                 return None, 1.0, True          # observation, reward, done
             return "Wrong, try again.", 0.0, self.tries == 0
 
-``reset`` returns None, or the messages with which the conversation begins. ``step`` returns (observation, reward, done), and may
-add a dict of numbers to log. An observation is text (a message of the user), a message or a list of messages. A class may have
-``tools``, JSON schemas that the chat template is given, and ``close()``.
+``reset`` returns None, or the messages with which the conversation begins; what is random in it should follow from the row.
+``step`` returns (observation, reward, done), and may add a dict of numbers to log. An observation is text (a message of the user), a
+message or a list of messages. A class may have ``tools``, JSON schemas that the chat template is given, and ``close()``.
 """
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
-Message = dict[str, Any]
-
 Observed = dict[str, Any]
 """What ``reset`` gets of a row: index, source, prompt (text or messages), answer, ground_truth, data_source, extra_info."""
-
-Result = tuple[Any, ...]
-"""(observation, reward, done) or (observation, reward, done, numbers to log)."""
 
 
 class Environment(Protocol):
@@ -43,5 +38,5 @@ class Environment(Protocol):
         ...
 
     def step(self, text: str) -> Any:
-        """Answer a turn of the policy; a coroutine or :data:`Result`."""
+        """Answer a turn of the policy; (observation, reward, done), or with a dict of numbers behind them."""
         ...

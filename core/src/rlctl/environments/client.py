@@ -69,7 +69,6 @@ class EnvironmentClient:
             ) from None
         self.is_async: bool = about["async"]
         self.tools: list[dict[str, Any]] = about["tools"]
-        self.role: str = about["role"]
 
     @property
     def label(self) -> str:

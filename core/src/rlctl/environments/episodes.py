@@ -178,7 +178,7 @@ class Episodes:
     def _begin(self, every: Sequence[_Open]) -> None:
         rows = {c.number: c.row for c in every}
         outcomes = self.client.reset([(c.number, c.row) for c in every])
-        known: dict[str, tuple[list[int], str]] = {}
+        known: dict[str, list[int]] = {}
         for c, (status, value) in zip(every, outcomes, strict=True):
             if status == "error":
                 self._failed("reset", c, rows, value)
@@ -187,8 +187,8 @@ class Episodes:
             c.transcript = self.glue.open(c.row, messages)
             text = c.transcript.text
             if text not in known:
-                known[text] = c.transcript.prompt_ids, text
-            c.prompt = known[text][0]
+                known[text] = c.transcript.prompt_ids
+            c.prompt = known[text]
             if len(c.prompt) > self.max_prompt_length:
                 raise DataError(
                     f"the prompt of {c.row.source} (row {c.row.index}) is too long as {self.client.label} begins it",
@@ -223,7 +223,7 @@ class Episodes:
 
     def _observe(self, c: _Open, messages: Sequence[Message]) -> None:
         assert c.transcript is not None
-        shown = [self._in_role(message) for message in messages]
+        shown = self._in_roles(messages)
         glue = c.transcript.follow(shown)
         ids = self.glue.ids(glue, c.ids[c.turn_start :], c.reason)
         c.turns[-1] = replace(c.turns[-1], observation="\n".join(str(message["content"]) for message in shown))
@@ -247,21 +247,20 @@ class Episodes:
             )
 
     # ---- roles and tools that a template does not know ----------------------------------------------------------------
-    def _in_role(self, message: Message) -> Message:
-        if message["role"] != "tool":
-            return message
+    def _in_roles(self, messages: Sequence[Message]) -> list[Message]:
+        """``messages`` in roles that the template has. Those of tools become one of the user: turns may have to alternate."""
+        if all(message["role"] != "tool" for message in messages):
+            return list(messages)
         if self._tool_role is None:
             self._tool_role = self.glue.takes_role("tool")
-        return message if self._tool_role else as_user(message)
+        return list(messages) if self._tool_role else as_user(messages)
 
     def _with_tools(self, row: Row, messages: list[Message]) -> list[Message]:
         if not self.client.tools:
             return messages
         if self._shows_tools is None:
             self._shows_tools = self.glue.takes_tools()
-        return (
-            messages if self._shows_tools else in_words(self.client.tools, messages or self.glue.encoder.messages(row))
-        )
+        return messages if self._shows_tools else in_words(self.client.tools, messages or self.glue.beginning(row))
 
 
 def _prompts(every: Sequence[_Open], n: int) -> list[list[int]]:

@@ -54,13 +54,12 @@ class Host:
         if missing:
             raise JobError(kind="methods", missing=missing)
         self._tools = _tools(getattr(sample, "tools", None))
-        self._role = str(getattr(sample, "observation_role", "user"))
         self._drop(sample)
 
     def __call__(self, payload: tuple[str, Any]) -> Any:
         method, calls = payload
         if method == "describe":
-            return {"async": self._async, "tools": self._tools, "role": self._role}
+            return {"async": self._async, "tools": self._tools}
         if method == "close":
             for number in calls:
                 self._drop(self._objects.pop(number, None))

@@ -49,13 +49,8 @@ class ToolEnvironment:
 
     # ---- the environment ----------------------------------------------------------------------------------------
     def reset(self, row: dict[str, Any]) -> Any:
-        """Begin with the row's prompt, up to its first turn of an assistant."""
+        """Begin with the row's own prompt."""
         self.row = row
-        prompt = row["prompt"]
-        if isinstance(prompt, str):
-            return None
-        first = next((i for i, message in enumerate(prompt) if message["role"] == "assistant"), len(prompt))
-        return None if first == len(prompt) else prompt[:first]
 
     def step(self, text: str) -> tuple[Any, float, bool, dict[str, float]]:
         """Answer the calls of a turn; without any the conversation is over."""
@@ -93,9 +88,19 @@ class ToolEnvironment:
         return text[:MAX_RESULT], True
 
 
-def as_user(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool's message as one of the user, for templates without the role."""
-    return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+def as_user(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """``messages`` with what tools say in the user's name, for templates without their role; neighbours become one message."""
+    out: list[dict[str, Any]] = []
+    after_tool = False
+    for message in messages:
+        tool = message["role"] == "tool"
+        said = f"<tool_response>\n{message['content']}\n</tool_response>" if tool else str(message["content"])
+        if out and out[-1]["role"] == "user" and (tool or (after_tool and message["role"] == "user")):
+            out[-1]["content"] += f"\n{said}"
+        else:
+            out.append({**message, "role": "user" if tool else message["role"], "content": said})
+        after_tool = tool
+    return out
 
 
 def in_words(tools: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
