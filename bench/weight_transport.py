@@ -231,7 +231,7 @@ def main() -> int:
     parser.add_argument("--link", choices=("collective", "host"), default="collective")
     parser.add_argument("--transport", choices=("controller", "auto"), help="of the sync, instead of --link")
     args = parser.parse_args()
-    args.bucket_mib = args.bucket_mib or bucket_mib({"host": "host", "collective": "network"}[args.link], args.device)
+    args.bucket_mib = args.bucket_mib or bucket_mib(args.device)
     wanted = {"cpu": 0, "cuda": 1 if args.link == "host" else 2}[args.device]
     if wanted and (seen := devices.device_count(args.device)) < wanted:
         print(f"{wanted} {args.device} devices are needed, {seen} found: --device cpu", file=sys.stderr)

@@ -42,7 +42,10 @@ def end_of_link(rank: int, url: str, barrier: Any, answers: Any) -> None:
             bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (*got.values(), *wanted.values())]
             same = all(torch.equal(a.cpu(), b) for a, b in zip(bits[: len(got)], bits[len(got) :], strict=True))
             found.append("" if same and list(got) == list(wanted) else "other tensors than were sent")
+            got.clear()
+            del tensor, bits
         except Exception as error:
+            got.clear()
             link.give_up(f"{type(error).__name__}: {error}")
             found.append(str(error))
     torch.cuda.synchronize()

@@ -17,6 +17,7 @@ from rlctl.errors import BatchError, CapabilityError, CheckpointError, ConfigErr
 from rlctl.logits import LossOutput
 from rlctl.microbatch import MicroBatchPlan
 from rlctl.topology import Topology
+from rlctl_fsdp import export
 from rlctl_fsdp.phases import phase
 
 PLAN = MicroBatchPlan(max_tokens=32)
@@ -51,6 +52,24 @@ def test_export_is_reloaded_exactly(family, wrap, tmp_path) -> None:
     scores = [e.infer_batch(BATCH, PLAN)["log_probs"] for e in (engine, reloaded)]
     torch.testing.assert_close(scores[0], scores[1], atol=0 if wrap == "auto" else 1e-6, rtol=0)
     engine.shutdown()
+
+
+@pytest.mark.parametrize(("family", "asked"), [("llama", 1), ("qwen3-moe", None)])
+def test_names_in_files_are_asked_for_once_where_they_are_those_in_memory(family, asked, monkeypatch) -> None:
+    """To ask walks the whole model, so that once a tensor it takes longer than the copies. Where weights are fused it is needed."""
+    model = build_engine(model_section(family)).local_module()
+    calls: list[int] = []
+    ask = export.revert_weight_conversion
+
+    def counted(model, tensors):
+        calls.append(len(tensors))
+        return ask(model, tensors)
+
+    monkeypatch.setattr(export, "revert_weight_conversion", counted)
+    for _ in range(2):
+        names = [name for name, _ in export.export_weights(model, None)]
+    assert sorted(names) == sorted(ask(model, model.state_dict()))
+    assert len(calls) == asked if asked is not None else len(calls) > 10
 
 
 def test_export_is_lazy_and_casts() -> None:

@@ -66,8 +66,8 @@ class RuntimeConfig(Strict):
     )
     weight_bucket_mib: Count | None = Field(
         default=None,
-        description="MiB of a bucket in which weights travel between pools; each side holds two. Default: 8 in shared memory, 32 from "
-        "CPU to CPU by collective, else 256.",
+        description="MiB of a bucket in which weights travel between pools; each side holds two. Default: 32 from CPU to "
+        "CPU over a link, else 256.",
     )
     start_timeout_s: PositiveFloat = Field(default=300.0, description="Longest wait for the first word of every rank.")
     hang_timeout_s: PositiveFloat = Field(

@@ -20,8 +20,6 @@ MIB = 2**20
 BUCKET_MIB = 256
 CPU_BUCKET_MIB = 32
 """Between CPUs small buckets are faster: less memory is touched for the first time, and packing overlaps sooner."""
-SHARED_BUCKET_MIB = 8
-"""Of memory that both sides see: what one writes is still in the caches when the other reads it."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +35,9 @@ class Transfer:
     bucket_mib: int | None = None
 
 
-def bucket_mib(scope: str, device: str) -> int:
-    """MiB of a bucket over a link of this scope between devices of this type."""
-    if device != "cpu":
-        return BUCKET_MIB
-    return SHARED_BUCKET_MIB if scope == "host" else CPU_BUCKET_MIB
+def bucket_mib(device: str) -> int:
+    """MiB of a bucket over a link between devices of this type."""
+    return CPU_BUCKET_MIB if device == "cpu" else BUCKET_MIB
 
 
 class Carriage:
@@ -89,7 +85,7 @@ class Carriage:
             return None
         loopback = all(r.address == sender.address for r in receivers)
         url: str = source.group.call("meeting_place", loopback)
-        mib = self._transfer.bucket_mib or bucket_mib(spec.scope, sender.device)
+        mib = self._transfer.bucket_mib or bucket_mib(sender.device)
         return LinkPlan(spec.name, url, 1 + len(receivers), mib * MIB)
 
     def _over_link(
