@@ -8,7 +8,7 @@ import pytest
 
 from rlctl.config.load import load_config
 from rlctl.config.problems import InvalidConfigError
-from rlctl.config.schema_lora import reference_is_base
+from rlctl.config.schema_lora import random_base_words, reference_is_base
 from rlctl.plugins import PluginSet
 
 Write = Callable[..., str]
@@ -80,3 +80,20 @@ def test_the_reference_is_the_base_where_both_live_together(
     overrides: list[str], base: bool, plugins: PluginSet, run_file: Write
 ) -> None:
     assert reference_is_base(load_config(run_file(BASE), overrides, {}, plugins).config) is base
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], None),
+        (["model.init=random"], "set model.path to trained ones"),
+        (["model.init=random", "model.lora=null"], None),
+        (["model.init=random", "warm_start.steps=5"], "or warm_start.lora=false"),
+        (["model.init=random", "warm_start={steps: 5, lora: false}"], None),
+    ],
+)
+def test_adapters_on_random_weights_are_spoken_of(
+    overrides: list[str], said: str | None, plugins: PluginSet, run_file: Write
+) -> None:
+    words = random_base_words(load_config(run_file(BASE), overrides, {}, plugins).config)
+    assert (words is None) if said is None else (words is not None and said in words)

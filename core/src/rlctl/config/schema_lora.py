@@ -90,6 +90,18 @@ def lora_faults(config: RunConfig) -> list[str]:
     return faults
 
 
+def random_base_words(config: RunConfig) -> str | None:
+    """What to say where adapters are trained on weights that are drawn at random and never trained; None anywhere else."""
+    model, warm = config.model, config.warm_start
+    drawn = model.config is not None or model.init == "random"
+    if model.lora is None or not drawn or (config.trainer.type == "rl" and warm is not None and not warm.lora):
+        return None
+    return (
+        "model.lora trains adapters on random weights, which stay as they were drawn: set model.path to trained ones"
+        + (", or warm_start.lora=false" if warm is not None else "")
+    )
+
+
 def reference_is_base(config: RunConfig) -> bool:
     """Whether the reference is the actor's own model without its adapters, so that no second one is built.
 

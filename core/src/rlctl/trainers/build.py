@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rlctl.algorithms.lookup import Algorithm
 from rlctl.config.schema import ModelConfig
 from rlctl.config.schema_critic import warmup_fault
-from rlctl.config.schema_lora import reference_is_base
+from rlctl.config.schema_lora import random_base_words, reference_is_base
 from rlctl.config.schema_preference import extra_tokens
 from rlctl.config.staleness import GREEDY
 from rlctl.data.lengths import fit_rows, model_positions
@@ -92,6 +92,8 @@ def prepare(context: setup.Context) -> Prepared:
         RlctlError: something is missing, or does not fit; no process was started.
     """
     config, reporter = context.config, context.reporter
+    if (words := random_base_words(config)) is not None:
+        reporter.message(words)
     rl, pairs = config.trainer.type == "rl", config.trainer.type in PAIR_TRAINERS
     with reporter.phase("start-up", None):
         model = setup.prepare_model(context)
