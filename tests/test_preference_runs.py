@@ -176,6 +176,7 @@ def test_the_recipe_learns(tmp_path: Path, recipe: str, least: float) -> None:
     plugins = load_plugins()
     short = [
         "trainer.total_training_steps=16",
+        "data.task.train_size=600",
         "trainer.test_freq=0",
         "data.task.val_size=64",
         "trainer.logger=[jsonl]",
