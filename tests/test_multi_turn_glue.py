@@ -116,6 +116,22 @@ def test_a_template_that_rewrites_what_came_before_is_refused(template: str) -> 
         glue(template).open(ROW).follow([{"role": "user", "content": "on"}])
 
 
+def test_a_conversation_may_go_on_past_midnight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some templates write the day. The tokens that the policy has seen stay as they are."""
+    days = iter("112233")
+    render = PromptEncoder.render
+    monkeypatch.setattr(
+        PromptEncoder,
+        "render",
+        lambda self, *args, **settings: render(self, *args, **settings).replace("Be good", f"Day {next(days)}"),
+    )
+    transcript = glue(SMOLLM2, keep_thinking=True).open(ROW)
+    assert "Day 1" in transcript.text
+    first, second = (transcript.follow([{"role": "user", "content": words}]) for words in ("on", "and on"))
+    assert first == "<|im_end|>\n<|im_start|>user\non<|im_end|>\n<|im_start|>assistant\n"
+    assert second == "<|im_end|>\n<|im_start|>user\nand on<|im_end|>\n<|im_start|>assistant\n"
+
+
 def test_without_a_template_observations_follow_as_they_are() -> None:
     chat = glue(None)
     transcript = chat.open(ROW)

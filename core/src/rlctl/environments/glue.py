@@ -148,11 +148,12 @@ class Transcript:
         if not self.glue.encoder.uses_chat_template:
             return "".join(str(message["content"]) for message in observation)
         self.glue.require_thoughts_kept(self.row, self.begin, observation)
+        earlier = list(self.messages)
         self.messages += [{"role": "assistant", "content": TURN}, *(dict(message) for message in observation)]
-        after = self.glue.encoder.render(
-            self.row, [*self.begin, *self.messages], generation=True, tools=self.glue.tools
-        )
-        before = self.text + TURN
+        after, before = self._rendered(self.messages), self.text + TURN
+        if not after.startswith(before):
+            # A template may write the day, which has changed since: what counts is that the observation changes nothing before it.
+            before = self._rendered(earlier) + TURN
         if not after.startswith(before):
             same = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after))
             raise DataError(
@@ -172,6 +173,9 @@ class Transcript:
                     next="let the environment answer with a role that the template knows, such as user",
                 )
         return glue
+
+    def _rendered(self, messages: Sequence[Message]) -> str:
+        return self.glue.encoder.render(self.row, [*self.begin, *messages], generation=True, tools=self.glue.tools)
 
 
 def _shows(glue: str, content: str) -> bool:
