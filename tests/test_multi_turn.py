@@ -309,10 +309,16 @@ def test_the_recipe_s_conversations_are_those_it_was_shown() -> None:
         assert c.metrics == {"tool_calls": 1.0, "tool_errors": 0.0}
 
 
-def test_the_page_s_example_is_an_environment() -> None:
+def test_the_page_s_examples_are_environments() -> None:
     page = (HERE.parent / "docs" / "multi-turn.md").read_text()
-    space: dict[str, Any] = {}
-    exec(page.split("```python\n")[1].split("```")[0], space)
+    space: dict[str, Any] = {"__name__": "page"}
+    for block in page.split("```python\n")[1:]:
+        exec(block.split("```")[0], space)
+    weather = space["Weather"]()
+    weather.reset({"answer": "snow"})
+    asked = '<tool_call>{"name": "lookup", "arguments": {"city": "Oslo"}}</tool_call>'
+    assert weather.step(asked)[0] == [{"role": "tool", "content": "snow"}]
+    assert weather.step("There is snow.")[1:3] == (1.0, True)
     guess = space["Guess"](tries=3)
     assert guess.reset({"answer": "5"}) is None
     assert [guess.step(text) for text in ("x", "3", "9")] == [
