@@ -67,11 +67,11 @@ $(VENVS)/veomni/.ok: core/pyproject.toml cli/pyproject.toml plugins/veomni/pypro
 
 test-veomni: $(VENVS)/veomni/.ok
 	OMP_NUM_THREADS=1 $(VENVS)/veomni/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile plugins/veomni/tests \
-	  tests/test_veomni_same_metrics.py tests/test_veomni_vllm_run.py $(PYTEST_ARGS)
+	  tests/test_veomni_same_metrics.py tests/test_veomni_distillation.py tests/test_veomni_vllm_run.py $(PYTEST_ARGS)
 
 evidence-veomni: $(VENVS)/veomni/.ok
 	RLCTL_EVIDENCE_DIR=$(CURDIR)/plugins/veomni/src/rlctl_veomni/evidence OMP_NUM_THREADS=1 $(VENVS)/veomni/bin/python -m pytest \
-	  plugins/veomni/tests/test_veomni_verify.py
+	  plugins/veomni/tests/test_veomni_verify.py tests/test_veomni_distillation.py
 
 # vllm asks for torchvision, torchaudio, torchcodec and triton, whose builds do not fit a torch for the CPU; no language model
 # needs them.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ if importlib.util.find_spec("veomni") is None:  # not imported here: it would lo
 
 import torch
 from frozen_rollouts import STEPS, Recording, record, replay
+from fsdp2_beside_veomni import fsdp2_beside
 from runtime_fault_cases import batch, boots
 from safetensors.torch import load_file
 
@@ -76,19 +76,6 @@ DIFFER_BY_DESIGN = (
 )
 SAMPLED_LIVE = ("val/score", "val/response")
 ABSOLUTE = ("training/rollout_probs_diff_", "actor/ppo_kl")
-LIGHT = '''
-"""fsdp2 and its rollout, as they are but for the version of transformers that they ask for."""
-import dataclasses
-
-from rlctl.hookspecs import hookimpl
-from rlctl_fsdp import plugin
-
-
-@hookimpl
-def rlctl_backends():
-    relaxed = tuple("transformers>=5.9" if r.startswith("transformers") else r for r in plugin.REQUIREMENTS)
-    return [dataclasses.replace(spec, requirements=relaxed) for spec in plugin.rlctl_backends()]
-'''
 
 
 @dataclass(frozen=True)
@@ -103,17 +90,7 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def with_fsdp2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A distribution beside the installed ones that declares fsdp2, for this process and its ranks."""
-    site = tmp_path_factory.mktemp("site")
-    info = site / "fsdp2_for_comparison-0.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fsdp2-for-comparison\nVersion: 0.0\n")
-    (info / "entry_points.txt").write_text("[rlctl.plugins]\nfsdp2_for_comparison = fsdp2_for_comparison\n")
-    (site / "fsdp2_for_comparison.py").write_text(LIGHT)
-    added = [str(site), str(ROOT / "plugins" / "fsdp" / "src")]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", ":".join(added))
-        patch.setattr(sys, "path", [*added, *sys.path])
+    with fsdp2_beside(tmp_path_factory.mktemp("site")):
         yield
 
 
