@@ -54,7 +54,6 @@ def test_requirements_are_those_of_the_dist() -> None:
     [(None, "skip", plugin.LORA_HINT), ("0.4.0", "warn", plugin.LORA_HINT), ("0.21.2", "ok", "")],
 )
 def test_doctor_says_whether_adapters_can_be_trained(monkeypatch, version, status, next_) -> None:
-    monkeypatch.setattr(plugin, "installed_version", lambda name: version)
     monkeypatch.setattr("rlctl.requirements.installed_version", lambda name: version)
     found = plugin.rlctl_checks()[0].run()
     assert (found.status, found.next) == (status, next_)

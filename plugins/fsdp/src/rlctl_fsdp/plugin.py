@@ -16,7 +16,6 @@ from rlctl.records import (
     ModelType,
     Support,
 )
-from rlctl.requirements import installed_version, unmet_requirements
 
 REQUIREMENTS = ("torch>=2.11,<2.15", "transformers>=5.17,<6", "safetensors>=0.5", "numpy>=1.26")
 INSTALL_HINT = "pip install rlctl-plugin-fsdp"
@@ -137,6 +136,8 @@ def rlctl_checks() -> list[Check]:
 
 def check_lora() -> CheckResult:
     """peft, which ``model.lora`` needs and nothing else does."""
+    from rlctl.requirements import installed_version, unmet_requirements
+
     version = installed_version("peft")
     unmet = unmet_requirements((LORA_REQUIREMENT,))
     if version is None:
