@@ -104,14 +104,14 @@ def test_batches_are_sampled_beside_the_update_and_a_resumed_run_goes_on_as_an_u
     assert len(files[0]) > 10
 
 
-def test_stale_rows_are_weighed_unless_told_otherwise(tmp_path: Path) -> None:
+def test_the_ratio_of_stale_rows_is_to_their_own_policy_unless_told_otherwise() -> None:
     own = load_config("quickstart", [*SETTINGS], plugins=load_plugins()).config.algorithm.rollout_correction
     assert own is not None
-    assert own.rollout_is == "token"
-    bypass = "algorithm.rollout_correction={bypass_mode: true}"
-    kept = load_config("quickstart", [*SETTINGS, bypass], plugins=load_plugins()).config.algorithm.rollout_correction
+    assert (own.rollout_is, own.bypass_mode) == (None, True)
+    weights = "algorithm.rollout_correction={rollout_is: token}"
+    kept = load_config("quickstart", [*SETTINGS, weights], plugins=load_plugins()).config.algorithm.rollout_correction
     assert kept is not None
-    assert (kept.rollout_is, kept.bypass_mode) == (None, True)
+    assert (kept.rollout_is, kept.bypass_mode) == ("token", False)
     off = load_config("quickstart", [*SETTINGS, "trainer.max_staleness=0"], plugins=load_plugins())
     assert off.config.algorithm.rollout_correction is None
 

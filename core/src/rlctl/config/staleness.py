@@ -17,14 +17,14 @@ _CORRECTION = ("algorithm", "rollout_correction")
 
 
 def add_correction(document: Document) -> None:
-    """Rows of an older policy are weighed, unless it is said what else to do with them."""
+    """The ratio of rows of an older policy is to that policy, and clipped so, unless it is said what else to do with them."""
     stale = document.get(("trainer", "max_staleness"))
     distillation = document.get(("distillation",))
     learns = not isinstance(distillation, dict)
     if isinstance(distillation, dict):  # what else has a policy loss, whose terms can be weighed
         learns = distillation.get("use_task_rewards") is True or distillation.get("loss_mode") == "k1"
     if stale and document.get(("trainer", "type"), "rl") == "rl" and document.get(_CORRECTION) is None and learns:
-        document.set(_CORRECTION, {"rollout_is": "token"}, Origin("derived", f"as trainer.max_staleness is {stale}"))
+        document.set(_CORRECTION, {"bypass_mode": True}, Origin("derived", f"as trainer.max_staleness is {stale}"))
 
 
 def staleness_faults(config: RunConfig) -> Iterator[str]:
