@@ -43,3 +43,28 @@ def known_records(
             )
         known[record.name] = (dist, record)
     return known
+
+
+def is_own(name: str) -> bool:
+    """True for a name of the user's own code: ``path/to/file.py:Name`` or ``module:Name``."""
+    return ":" in name or name.endswith(".py")
+
+
+def unknown(name: str, known: Mapping[str, Any], *, words: str, own: str, key: str, default: str) -> ConfigError:
+    """The error for a name that is not in the table.
+
+    Args:
+        words: what it is, for messages.
+        own: what stands for the user's own code, ``path/to/file.py:function``.
+        key: the setting to correct.
+        default: a name to suggest where none is near.
+    """
+    from rlctl.config.suggest import nearest
+
+    near = nearest(name, known)
+    return ConfigError(
+        f"there is no {words} {name!r}",
+        found=f"did you mean {near!r}?" if near else None,
+        wanted=f"{', '.join(sorted(known))}, or {own}",
+        next=f"{key}={near or default}",
+    )

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.algorithms.table import ADVANTAGES, COSTLY, POLICY_LOSSES
 from rlctl.config.suggest import nearest
-from rlctl.errors import AlgorithmError, ConfigError
-from rlctl.named_records import CORE, known_records
+from rlctl.errors import AlgorithmError
+from rlctl.named_records import CORE, is_own, known_records, unknown
 from rlctl.records import AlgorithmKind, AlgorithmSpec
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ WORDS: Mapping[AlgorithmKind, str] = {
     AlgorithmKind.ADVANTAGE: "advantage estimator",
     AlgorithmKind.POLICY_LOSS: "policy loss",
 }
-OWN = ", or path/to/file.py:function"
+OWN = "path/to/file.py:function"
 
 
 @dataclass(frozen=True)
@@ -147,13 +147,8 @@ def find(kind: AlgorithmKind, name: str, plugins: PluginSet | None) -> Algorithm
         return _own(kind, name)
     known = known_algorithms(kind, plugins)
     if name not in known:
-        near = nearest(name, known)
-        raise ConfigError(
-            f"there is no {WORDS[kind]} {name!r}",
-            found=f"did you mean {near!r}?" if near else None,
-            wanted=f"{', '.join(sorted(known))}{OWN}",
-            next=f"{KEYS[kind]}={near or next(iter(BUILTIN[kind]))}",
-        )
+        default = next(iter(BUILTIN[kind]))
+        raise unknown(name, known, words=WORDS[kind], own=OWN, key=KEYS[kind], default=default)
     dist, spec = known[name]
     found = Algorithm(spec, dist)
     if dist != CORE:
@@ -168,11 +163,6 @@ def known_algorithms(kind: AlgorithmKind, plugins: PluginSet | None) -> dict[str
         ConfigError: two dists claim one name.
     """
     return known_records("rlctl_algorithms", WORDS[kind], BUILTIN[kind], plugins, lambda spec: spec.kind == kind)
-
-
-def is_own(name: str) -> bool:
-    """True for ``path/to/file.py:function`` and ``module:function``."""
-    return ":" in name or name.endswith(".py")
 
 
 def _own(kind: AlgorithmKind, name: str) -> Algorithm:

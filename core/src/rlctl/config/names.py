@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 def name_problems(document: Document, plugins: PluginSet) -> list[Problem]:
     """A problem for each name that neither core nor a plugin knows."""
-    from rlctl.algorithms.lookup import BUILTIN, KEYS, OWN, WORDS, is_own
+    from rlctl.algorithms.lookup import BUILTIN, KEYS, OWN, WORDS
     from rlctl.data.procedural import REASONING_GYM, TASKS
     from rlctl.data.rewards.registry import BUILTIN as REWARDS
     from rlctl.data.rewards.registry import is_user_function
     from rlctl.environments import registry as environments
+    from rlctl.named_records import is_own
     from rlctl.tracking import BUILTIN as SINKS
 
     problems: list[Problem] = []
@@ -29,7 +30,7 @@ def name_problems(document: Document, plugins: PluginSet) -> list[Problem]:
         name = document.get(place)
         if isinstance(name, str) and name and not is_own(name):
             known = {*BUILTIN[kind], *(spec.name for spec in formulas if spec.kind == kind)}
-            problems += _unknown(document, place, name, WORDS[kind], known, OWN)
+            problems += _unknown(document, place, name, WORDS[kind], known, f", or {OWN}")
     components = document.get(("reward", "components"))
     rewards = {*REWARDS, *(spec.name for _, spec in plugins.records("rlctl_rewards"))}
     for index in range(len(components) if isinstance(components, list) else 0):
@@ -38,10 +39,10 @@ def name_problems(document: Document, plugins: PluginSet) -> list[Problem]:
         if isinstance(name, str) and name and not is_user_function(name):
             problems += _unknown(document, loc, name, "reward", rewards, ", or path/to/file.py:function")
     environment = document.get(("rollout", "environment", "name"))
-    if isinstance(environment, str) and environment and not environments.is_own(environment):
+    if isinstance(environment, str) and environment and not is_own(environment):
         known = {*environments.BUILTIN, *(spec.name for _, spec in plugins.records("rlctl_environments"))}
         place = ("rollout", "environment", "name")
-        problems += _unknown(document, place, environment, "environment", known, environments.OWN)
+        problems += _unknown(document, place, environment, "environment", known, f", or {environments.OWN}")
     logger = document.get(("trainer", "logger"))
     sinks = {*SINKS, *(spec.name for _, spec in plugins.records("rlctl_trackers"))}
     for index, name in enumerate(logger if isinstance(logger, list) else []):

@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlctl.config.suggest import nearest
-from rlctl.data.faults import listing
 from rlctl.environments.client import EnvironmentClient, Target
 from rlctl.errors import ConfigError
-from rlctl.named_records import known_records
+from rlctl.named_records import is_own, known_records, unknown
 from rlctl.records import EnvironmentSpec
 
 if TYPE_CHECKING:
@@ -26,12 +24,7 @@ BUILTIN: Mapping[str, EnvironmentSpec] = {
         EnvironmentSpec("verifiers", "rlctl.environments.verifiers:Verifiers", "an environment of that library"),
     )
 }
-OWN = ", or path/to/file.py:Class"
-
-
-def is_own(name: str) -> bool:
-    """True for ``path/to/file.py:Class`` and ``module:Class``."""
-    return ":" in name or name.endswith(".py")
+OWN = "path/to/file.py:Class"
 
 
 def open_environment(config: EnvironmentConfig, plugins: PluginSet | None, base_dir: Path) -> EnvironmentClient:
@@ -45,13 +38,8 @@ def open_environment(config: EnvironmentConfig, plugins: PluginSet | None, base_
     if not is_own(name):
         known = known_records("rlctl_environments", "environment", BUILTIN, plugins)
         if name not in known:
-            near = nearest(name, known)
-            raise ConfigError(
-                f"there is no environment {name!r}",
-                found=f"did you mean {near!r}?" if near else None,
-                wanted=f"{listing(sorted(known))}{OWN}",
-                next=f"rollout.environment.name={near or 'calculator'}",
-            )
+            key = "rollout.environment.name"
+            raise unknown(name, known, words="environment", own=OWN, key=key, default="calculator")
         where = known[name][1].target
     else:
         place, _, kind = name.rpartition(":")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlctl.data.finite import finite
 from rlctl.data.rewards.worker import JobError
 
 
@@ -43,7 +43,7 @@ def stepped(value: object) -> tuple[list[dict[str, Any]], float, bool, dict[str,
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) not in (3, 4):
         raise _wrong("step", value, wanted)
     observation, reward, done, *rest = value
-    number = _finite(reward)
+    number = finite(reward)
     if number is None:
         raise _wrong("the reward of step", reward, "a finite number")
     if not isinstance(done, (bool, int)):
@@ -54,18 +54,8 @@ def stepped(value: object) -> tuple[list[dict[str, Any]], float, bool, dict[str,
     said = messages(observation, "step")
     if not said and not done:
         raise _wrong("the observation of step", observation, "something for the policy to answer, or done")
-    found = {str(key): _finite(item) for key, item in numbers.items()}
+    found = {str(key): finite(item) for key, item in numbers.items()}
     return said, number, bool(done), {k: v for k, v in found.items() if v is not None}
-
-
-def _finite(value: object) -> float | None:
-    if isinstance(value, (str, bytes)) or value is None:
-        return None
-    try:
-        number = float(value)  # pyright: ignore[reportArgumentType] - anything with __float__
-    except Exception:  # a user's type may raise anything from __float__
-        return None
-    return number if math.isfinite(number) else None
 
 
 def _wrong(what: str, value: object, wanted: str) -> JobError:

@@ -13,6 +13,7 @@ import json
 import mmap
 import os
 import secrets
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
@@ -163,7 +164,7 @@ class SharedBuffers:
         self.buckets.free()
 
 
-class _SharedBuckets(Buckets):
+class _SharedBuckets(Buckets, ABC):
     """Both buffers of one sync: made by the sender when the first is asked for, opened by the receivers."""
 
     def __init__(self, words: TCPStore, end: LinkEnd) -> None:
@@ -191,13 +192,13 @@ class _SharedBuckets(Buckets):
             self._said = ""
         super().free()
 
+    @abstractmethod
     def _make(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """On the sender: two buffers ``[size] uint8``, and what the others must know of them, as JSON data."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _open(self, told: dict[str, Any]) -> list[torch.Tensor]:
         """On a receiver: the same buffers."""
-        raise NotImplementedError
 
 
 class _MappedBuckets(_SharedBuckets):

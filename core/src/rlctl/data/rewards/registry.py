@@ -11,7 +11,7 @@ from rlctl.config.schema_reward import is_user_function
 from rlctl.data.faults import listing, nearest
 from rlctl.data.rewards.base import Reward, RewardContext
 from rlctl.errors import ConfigError, RlctlError
-from rlctl.named_records import known_records
+from rlctl.named_records import known_records, unknown
 from rlctl.records import RewardSpec
 
 if TYPE_CHECKING:
@@ -59,13 +59,8 @@ def build_component(
         return user_function(component.name, component.args, context)
     known = known_rewards(plugins)
     if component.name not in known:
-        near = nearest(component.name, known)
-        raise ConfigError(
-            f"there is no reward {component.name!r}",
-            found=f"did you mean {near!r}?" if near else None,
-            wanted=f"{listing(sorted(known))}, or path/to/file.py:function",
-            next=f"{place}.name={near or 'exact_match'}",
-        )
+        own, key = "path/to/file.py:function", f"{place}.name"
+        raise unknown(component.name, known, words="reward", own=own, key=key, default="exact_match")
     dist, spec = known[component.name]
     builder = _load(dist, spec)
     parameters = inspect.signature(builder).parameters

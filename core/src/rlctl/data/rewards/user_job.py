@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import math
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rlctl.data.finite import finite
 from rlctl.data.rewards.worker import JobError
 
 OFFERED = (
@@ -108,28 +108,17 @@ def _numbers(value: object) -> dict[str, float]:
                 kind="value", found=f"a dict without 'score', with {', '.join(map(str, value)) or 'nothing'}"
             )
         score = _float(value["score"])
-        extras = {str(key): _maybe(item) for key, item in value.items() if key != "score"}
+        extras = {str(key): finite(item) for key, item in value.items() if key != "score"}
         return {"score": score, **{key: number for key, number in extras.items() if number is not None}}
     return {"score": _float(value)}
 
 
 def _float(value: object) -> float:
-    number = _maybe(value)
+    number = finite(value)
     if number is None:
         shown = repr(value)
         raise JobError(kind="value", found=shown if len(shown) <= 80 else f"{type(value).__name__}: {shown[:77]}...")
     return number
-
-
-def _maybe(value: object) -> float | None:
-    """A finite float from a number, a numpy scalar or a one-element tensor; None from anything else."""
-    if isinstance(value, (str, bytes)) or value is None:
-        return None
-    try:
-        number = float(value)  # pyright: ignore[reportArgumentType] - anything with __float__
-    except Exception:  # a user's type may raise anything from __float__
-        return None
-    return number if math.isfinite(number) else None
 
 
 def describe(error: BaseException, path: str) -> dict[str, Any]:
