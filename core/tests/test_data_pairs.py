@@ -67,6 +67,8 @@ HH = "\n\nHuman: 2+2?\n\nAssistant: What?\n\nHuman: Four?\n\nAssistant:"
         # HH: whole texts, and responses that begin with the same words.
         ({"chosen": f"{HH} It is 4", "rejected": f"{HH} It is 5"}, HH),
         ({"chosen": "two and two make 4", "rejected": "two and two make 5"}, "two and two make "),
+        # A line of no dialogue may begin with `user:`.
+        ({"chosen": "name: x\nuser: 4", "rejected": "name: x\nuser: 5"}, "name: x\nuser: "),
     ],
 )
 def test_every_shape_is_one_pair(tmp_path: Path, row: dict[str, Any], prompt: Any) -> None:
@@ -101,16 +103,63 @@ def test_columns_have_any_name(tmp_path: Path) -> None:
         ({"prompt": "", "chosen": "4", "rejected": "5"}, "the prompt .prompt. is empty"),
         ({"prompt": "a", "chosen": "4", "rejected": [said("5")]}, "chosen is a string and rejected is a list"),
         ({"prompt": "a", "chosen": [said("4")], "rejected": [said("5"), USER]}, "rejected has assistant, user behind"),
-        ({"prompt": "a", "chosen": "4", "rejected": "5", "margin": "much"}, "no 'margin'|not a number"),
+        (
+            {"prompt": "a", "chosen": "4", "rejected": "5", "margin": "0.5"},
+            r'margin is a string \("0.5"\), not a number',
+        ),
+        ({"prompt": "a", "chosen": "4", "rejected": "5", "margin": True}, "margin is a boolean"),
+        (
+            {"prompt": "a", "chosen": "4", "rejected": "5", "margin": 10**400},
+            "margin is 1000.*, which float32 does not",
+        ),
+        (
+            {"prompt": "a", "chosen": "4", "rejected": "5", "margin": -1e39},
+            r"margin is -1e\+39, which float32 does not",
+        ),
+        ({"prompt": "a", "chosen": "", "rejected": ""}, "chosen and rejected both have an empty response"),
+        ({"chosen": "", "rejected": " "}, "chosen and rejected both have an empty response"),
+        ({"prompt": "a", "chosen": [said("")], "rejected": [said("")]}, "chosen and rejected both have an empty"),
+        (
+            {"chosen": f"{HH} A\n\nHuman: Hm\n\nAssistant: B", "rejected": f"{HH} A\n\nHuman: Eh\n\nAssistant: C"},
+            r"chosen has another turn behind the common prompt \(Human:\), and one assistant turn is read",
+        ),
+        (
+            {"chosen": f"{HH} A", "rejected": f"{HH} B\n\nHuman: Eh\n\nAssistant: C"},
+            r"rejected has another turn behind the common prompt \(Human:\)",
+        ),
+        (
+            {"chosen": "\n\nHuman: a\n\nAssistant: A", "rejected": "\n\nHuman: b\n\nAssistant: B"},
+            r"chosen has another turn behind the common prompt \(Assistant:\)",
+        ),
+        (
+            {"chosen": "USER: a ASSISTANT: A USER: b", "rejected": "USER: a ASSISTANT: B USER: b"},
+            r"chosen has another turn behind the common prompt \(USER:\)",
+        ),
     ],
 )
 def test_a_faulty_row_is_named(tmp_path: Path, row: dict[str, Any], what: str) -> None:
-    good = {"prompt": "a", "chosen": "4", "rejected": "5"} | ({"margin": 1.0} if "margin" in row else {})
+    good = {"prompt": "a", "chosen": "4", "rejected": "5"} if "prompt" in row else {"chosen": "a 4", "rejected": "a 5"}
+    good |= {"margin": 1.0} if "margin" in row else {}
     with pytest.raises(DataError, match="1 fault in the train data") as caught:
         read(tmp_path, good, row, good)
     [line] = caught.value.details
     assert "train.jsonl:2" in line
     assert re.search(what, line), line
+
+
+def test_each_row_has_its_own_shape(tmp_path: Path) -> None:
+    """The first row says which columns the sides are in, and nothing of where the others have their prompt."""
+    beside = {"prompt": "1+1?", "chosen": [said("2")], "rejected": [said("3")]}
+    within = {"prompt": "not read", "chosen": [USER, said("4")], "rejected": [USER, said("5")]}
+    texts = {"chosen": f"{HH} It is 4", "rejected": f"{HH} It is 5"}
+    for order in ([beside, within], [within, beside], [texts, within, beside]):
+        prompts = [row.prompt for row in read(tmp_path, *order)]
+        wanted = {id(beside): "1+1?", id(within): (USER,), id(texts): HH}
+        assert prompts == [wanted[id(row)] for row in order]
+    plain = {"prompt": "a", "chosen": "4", "rejected": "5"}
+    with pytest.raises(DataError, match="1 fault") as caught:
+        read(tmp_path, plain, plain | {"margin": None}, plain | {"margin": 1.0})
+    assert "train.jsonl:3: the row has a margin, and the first row of the file has none" in caught.value.details[0]
 
 
 def test_conversations_need_a_common_beginning(tmp_path: Path) -> None:

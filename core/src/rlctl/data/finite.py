@@ -1,8 +1,11 @@
-"""Numbers from a user's code."""
+"""Numbers from a user's code or data: finite, and what float32 holds."""
 
 from __future__ import annotations
 
 import math
+
+LARGEST = (2 - 2**-23) * 2.0**127
+"""The largest float32: advantages and scores are in float32, which holds nothing beyond."""
 
 
 def finite(value: object) -> float | None:
@@ -14,3 +17,11 @@ def finite(value: object) -> float | None:
     except Exception:  # a user's type may raise anything from __float__
         return None
     return number if math.isfinite(number) else None
+
+
+def as_float(value: float) -> float:
+    """``value`` as a float; infinite for a whole number of more than 308 digits."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

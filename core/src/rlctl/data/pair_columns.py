@@ -10,18 +10,21 @@ whole texts, without a ``prompt``       what both begin with, up to the last ``A
                                         the last blank
 ======================================  ================================================================================
 
-Behind the common prompt one assistant turn is read on each side.
+Behind the common prompt one assistant turn is read on each side, of messages and of texts that are dialogues. Each row decides
+its own shape; a margin stands in every row of a file, or in none.
 """
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlctl.data import columns as read
 from rlctl.data.columns import PROMPT_COLUMNS, Columns, Message, Pair, Row, RowError
 from rlctl.data.faults import excerpt, listing, nearest, type_name
+from rlctl.data.finite import LARGEST, as_float
 from rlctl.data.readers import Record
 from rlctl.errors import DataError
 
@@ -34,6 +37,12 @@ SYNONYMS = {
     REJECTED: ("dispreferred", "response_rejected", "loser", "worse"),
 }
 MARKERS = ("Assistant:", "ASSISTANT:", "assistant:")
+TURNS = {
+    "Assistant:": re.compile(r"(?:^|\n)[ \t]*(?:Human|User|Assistant):"),
+    "ASSISTANT:": re.compile(r"(?<!\w)(?:HUMAN|USER|ASSISTANT):"),
+    "assistant:": re.compile(r"(?:^|\n)[ \t]*(?:human|user|assistant):"),
+}
+"""By the marker of an assistant turn: where a turn of such a dialogue begins. In capitals also within a line (Vicuna)."""
 
 
 def has_pair(values: Mapping[str, Any], mapping: ColumnsConfig) -> bool:
@@ -59,9 +68,6 @@ def find_pair_columns(values: Mapping[str, Any], named: Mapping[str, str], file:
                 next=f"data.columns.{side}={near or 'COLUMN'}",
             )
     prompt = named.get("prompt") or read.first_of(values, PROMPT_COLUMNS)
-    first = read.get_value(values, sides[CHOSEN])
-    if isinstance(first, list) and _is_conversation(first):
-        prompt = None
     margin = named.get(MARGIN) or (MARGIN if MARGIN in values else None)
     return Columns(
         prompt=prompt, data_source=read.data_source_of(values, named), chosen=sides[CHOSEN], rejected=sides[REJECTED], margin=margin
@@ -79,6 +85,10 @@ def pair_row(record: Record, index: int, columns: Columns, default_source: str) 
     values = record.values
     names = {CHOSEN: columns.chosen, REJECTED: columns.rejected}
     raw = {side: read.need(values, name) for side, name in names.items()}
+    empty = [names[side] for side, value in raw.items() if _is_blank(value)]
+    if empty:
+        what = f"{empty[0]} has" if len(empty) == 1 else f"{' and '.join(empty)} both have"
+        raise RowError("pair", f"{what} an empty response", "fill it or remove the row")
     if isinstance(raw[CHOSEN], list) != isinstance(raw[REJECTED], list):
         what = f"{names[CHOSEN]} is {type_name(raw[CHOSEN])} and {names[REJECTED]} is {type_name(raw[REJECTED])}"
         raise RowError("pair", what, "write both as text, or both as chat messages")
@@ -88,6 +98,7 @@ def pair_row(record: Record, index: int, columns: Columns, default_source: str) 
             f"{names[CHOSEN]} and {names[REJECTED]} are the same",
             "remove the row: nothing is to be learned of it",
         )
+    columns = replace(columns, prompt=_prompt_column(values, columns, raw[CHOSEN]))
     prompt = None if columns.prompt is None else _prompt(read.need(values, columns.prompt), columns.prompt)
     if isinstance(raw[CHOSEN], list):
         chats = {side: read.messages_of(value, names[side]) for side, value in raw.items()}
@@ -116,6 +127,20 @@ def _prompt(raw: Any, column: str) -> str | tuple[Message, ...]:
     if empty:
         raise RowError("empty_prompt", f"the prompt ({column}) is empty", "fill it or remove the row")
     return raw
+
+
+def _prompt_column(values: Mapping[str, Any], columns: Columns, chosen: Any) -> str | None:
+    """The prompt's column in this row; None where the two sides bring it themselves."""
+    if isinstance(chosen, list) and _is_conversation(chosen):
+        return None
+    return columns.prompt or read.first_of(values, PROMPT_COLUMNS)
+
+
+def _is_blank(value: Any) -> bool:
+    """True for a side without a response: no text, or a last message without."""
+    if isinstance(value, list) and value and isinstance(value[-1], Mapping):
+        value = None if value[-1].get("tool_calls") else value[-1].get("content")
+    return isinstance(value, str) and not value.strip()
 
 
 def _is_conversation(messages: list[Any]) -> bool:
@@ -164,15 +189,36 @@ def _from_texts(texts: Mapping[str, str], names: Mapping[str, str]) -> tuple[str
     if not common[:cut].strip():
         what = f"{names[CHOSEN]} and {names[REJECTED]} do not begin with a common prompt: {excerpt(chosen, 40)!r}"
         raise RowError("pair", what, "give the prompt in a column of its own (data.columns.prompt), or correct the row")
-    return common[:cut], {CHOSEN: chosen[cut:], REJECTED: rejected[cut:]}
+    found = {CHOSEN: chosen[cut:], REJECTED: rejected[cut:]}
+    for side, text in found.items():
+        for marker, turn in TURNS.items():
+            begun = turn.search(text)
+            # Only in a dialogue of that style: `user:` may begin a line of anything else.
+            if begun is not None and any(
+                marker == m[0].lstrip() for whole in texts.values() for m in turn.finditer(whole)
+            ):
+                what = f"{names[side]} has another turn behind the common prompt ({begun[0].strip()}), and one assistant turn is read"
+                raise RowError("pair", what, "cut both texts at the first turn in which they differ, or remove the row")
+    return common[:cut], found
 
 
 def _margin(values: Mapping[str, Any], column: str | None) -> float | None:
     if column is None:
+        if values.get(MARGIN) is not None:
+            what = f"the row has a {MARGIN}, and the first row of the file has none"
+            raise RowError("columns", what, f"fill {MARGIN} in every row, or in none")
         return None
     value = read.need(values, column)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise RowError(
-            "type", f"{column} is {excerpt(value)}, not a number", "write the margin as a number, or remove the row"
-        )
-    return float(value)
+    hint = "write the margin as a number, or remove the row"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise RowError("type", f"{column} is {type_name(value)} ({_as_json(value)}), not a number", hint)
+    number = as_float(value)
+    if not abs(number) <= LARGEST:
+        what = f"{column} is {excerpt(value)}, which float32 does not hold" if number == number else f"{column} is NaN"
+        raise RowError("type", what, f"write a finite number of at most {LARGEST:.1e}, or remove the row")
+    return number
+
+
+def _as_json(value: Any) -> str:
+    """As it stands in the file: text in its quotes."""
+    return f'"{excerpt(value)}"' if isinstance(value, str) else excerpt(value)

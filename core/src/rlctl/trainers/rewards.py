@@ -20,7 +20,7 @@ from rlctl.algorithms.rewards.running import Moments, scaled
 from rlctl.batch import PackedBatch
 from rlctl.config.schema_algorithm import AlgorithmConfig
 from rlctl.config.schema_reward import RewardConfig
-from rlctl.data.rewards.scorer import LARGEST
+from rlctl.data.finite import LARGEST
 from rlctl.errors import GuardError
 from rlctl.generation import FinishReason
 from rlctl.trainers.advantages import last_token_rewards

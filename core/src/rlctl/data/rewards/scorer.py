@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rlctl.config.schema_reward import component_name
 from rlctl.data.columns import Row
 from rlctl.data.faults import excerpt, type_name
+from rlctl.data.finite import LARGEST, as_float
 from rlctl.data.procedural import REASONING_GYM
 from rlctl.data.rewards.base import Reward, RewardContext, RewardInput, RewardResult
 from rlctl.data.rewards.registry import build_component
@@ -19,10 +20,6 @@ from rlctl.generation import Conversation
 if TYPE_CHECKING:
     from rlctl.config.schema import RewardConfig
     from rlctl.plugins import PluginSet
-
-
-LARGEST = (2 - 2**-23) * 2.0**127
-"""The largest float32: advantages are in float32, which holds nothing beyond."""
 
 
 class RewardScorer:
@@ -169,16 +166,9 @@ class _OwnScorer(Reward):
             close()
 
 
-def _float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # a whole number of more than 308 digits
-        return math.inf
-
-
 def _number(value: object, name: str, item: RewardInput) -> float:
     if isinstance(value, (bool, int, float)):
-        number = _float(value)
+        number = as_float(value)
         if abs(number) <= LARGEST:
             return number
         if math.isfinite(number) or isinstance(value, int):
