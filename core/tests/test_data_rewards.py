@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -272,12 +273,103 @@ def test_a_plugins_reward(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"name": "number", "args": {"tolerance": -1}}, "args.tolerance=0"),
         ({"name": "number", "args": {"tolerance": "much"}}, "change reward.components[0].args"),
         ({"name": "contains", "args": {"text": []}}, "args.text"),
+        ({"name": "exact_match", "args": {"strip": "no"}}, "change reward.components[0].args.strip"),
+        ({"name": "format", "args": {"tags": "think"}}, "change reward.components[0].args.tags"),
+        ({"name": "length", "args": {"target": 2.5}}, "change reward.components[0].args.target"),
+        ({"name": "length", "args": {"target": True}}, "change reward.components[0].args.target"),
+        ({"name": "math", "args": {"float_rounding": -2}}, "args.float_rounding=6"),
+        ({"name": "model", "args": {"path": ".", "batch_size": -3}}, "args.batch_size=32"),
+        ({"name": "model", "args": {"path": ".", "batch_size": 0}}, "args.batch_size=32"),
+        ({"name": "model", "args": {"path": ".", "batch_size": True}}, "change reward.components[0].args.batch_size"),
+        ({"name": "model", "args": {"path": 3}}, "change reward.components[0].args.path"),
+        ({"name": "model", "args": {"path": ""}}, "args.path=DIRECTORY"),
+        ({"name": "model", "args": {"path": "a\0b"}}, "args.path=DIRECTORY"),
+        ({"name": "model", "args": {"path": "nope"}}, "args.path=DIRECTORY"),
+        ({"name": "model", "args": {"path": "/", "device": "gpu"}}, "args.device=cpu"),
+        ({"name": "model", "args": {"path": "/", "device": "meta"}}, "args.device=cpu"),
+        ({"name": "model", "args": {"path": "/", "device": "cuda:99"}}, "args.device=cpu"),
     ],
 )
 def test_wrong_components_say_what_to_write(component: dict[str, Any], words: str) -> None:
     with pytest.raises(RlctlError) as caught:
         scorer(component)
     assert words in str(caught.value.next)
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model that does not learn: a directory as trainer.type rm exports it."""
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("judge")
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = transformers.LlamaConfig(vocab_size=16, num_labels=1, **size)
+    transformers.AutoModelForTokenClassification.from_config(config).save_pretrained(folder)
+    vocab = {token: place for place, token in enumerate(["<pad>", "<eos>", "<unk>", *"0123456789="])}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
+    names = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, **names).save_pretrained(folder)
+    return folder
+
+
+def without(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).unlink()
+
+
+def headless(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    save_file({k: v for k, v in load_file(file).items() if not k.startswith("score")}, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "what", "next"),
+    [
+        (lambda f: without(f, "config.json"), "cannot be read", "args.path=DIRECTORY"),
+        (lambda f: (f / "config.json").write_text("{"), "cannot be read", "args.path=DIRECTORY"),
+        (lambda f: without(f, "model.safetensors"), "the weights of the reward model .* do not load", "copy "),
+        (
+            lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-100]),
+            "the weights of the reward model .* do not load",
+            "copy ",
+        ),
+        (headless, "lacks weights, which would be random numbers", "copy "),
+        (
+            lambda f: without(f, "tokenizer.json", "tokenizer_config.json"),
+            "has no tokenizer that loads",
+            "copy the files of the tokenizer to",
+        ),
+    ],
+)
+def test_a_damaged_reward_model_says_what_is_wrong_with_it(
+    judge: Path, tmp_path: Path, damage: Callable[[Path], Any], what: str, next: str
+) -> None:
+    folder = tmp_path / "judge"
+    shutil.copytree(judge, folder)
+    damage(folder)
+    with pytest.raises(ConfigError, match=what) as caught:
+        scorer({"name": "model", "args": {"path": str(folder)}})
+    error = caught.value
+    assert error.wanted
+    assert str(error.next).startswith(next)
+    assert str(folder) in str(error.found)
+    assert "model.path" not in str(error)
+    assert "\n" not in str(error.found)
+    assert "at reward.components[0]" in error.details
+
+
+def test_a_reward_model_loads_without_a_word(judge: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from transformers.utils import logging
+
+    logging.enable_progress_bar()
+    capfd.readouterr()
+    with scorer({"name": "model", "args": {"path": str(judge)}}) as made:
+        assert made.score([row("1")], ["1"], ["stop"], [1])[0].score != 0.0
+    assert capfd.readouterr() == ("", "")
+    assert logging.is_progress_bar_enabled()
 
 
 def test_every_built_in_name_is_there() -> None:

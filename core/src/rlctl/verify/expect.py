@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from rlctl.hf_quiet import quiet_transformers
 from rlctl.records import ModelType
 from rlctl.verify import compare
 from rlctl.verify.cases import (
@@ -246,22 +246,6 @@ def _too_coarse(tolerances: Mapping[str, float]) -> dict[str, str]:
         for quantity, limit in COARSEST.items()
         if tolerances[quantity] > limit
     }
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Without transformers' progress bars and notices."""
-    from transformers.utils import logging
-
-    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if shown:
-            logging.enable_progress_bar()
 
 
 def scores_of(samples: Sequence[Sample], values: torch.Tensor) -> list[torch.Tensor]:

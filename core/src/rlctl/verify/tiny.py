@@ -182,7 +182,7 @@ def write_tiny(model: TinyModel, into: Path, seed: int = 0) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
-    from rlctl.verify.expect import quiet_transformers
+    from rlctl.hf_quiet import quiet_transformers
 
     kind = AutoModelForCausalLM if model.model_type is ModelType.LANGUAGE_MODEL else AutoModelForTokenClassification
     values = model.config()

@@ -5,18 +5,17 @@ A language model is transformers' causal LM. A value model is its token classifi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
 from rlctl.errors import CapabilityError, ConfigError, EngineError
 from rlctl.hf_config import load_config, load_error, make_value_config, starts_random
+from rlctl.hf_quiet import quiet_transformers
 from rlctl.parts.values import VALUE_BIAS, VALUE_HEAD, draw_value_head
 from rlctl.records import ModelType
 
@@ -62,7 +61,7 @@ def build_whole(model: Mapping[str, Any], seed: int) -> PreTrainedModel:
     if is_value_model(model):
         auto, extra = AutoModelForTokenClassification, {"config": value_config(model)}
     try:
-        with _quiet_transformers():
+        with quiet_transformers():
             result: Any = auto.from_pretrained(
                 path,
                 dtype=dtype,
@@ -89,20 +88,6 @@ def build_whole(model: Mapping[str, Any], seed: int) -> PreTrainedModel:
             next="set model.init=random to train it from nothing",
         )
     return loaded
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """The command line shows progress itself, and missing weights are refused or drawn here: transformers says neither."""
-    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if shown:
-            logging.enable_progress_bar()
 
 
 def build_empty(model: Mapping[str, Any]) -> PreTrainedModel:

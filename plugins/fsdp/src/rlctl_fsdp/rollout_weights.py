@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
-from transformers.utils import logging
 
 from rlctl.errors import EngineError
 from rlctl.hf_config import load_config
+from rlctl.hf_quiet import quiet_transformers
 from rlctl_fsdp.build import build_whole
 
 
@@ -113,7 +112,7 @@ def _load_converted(
 
     transformers' own loader does the conversion, on a module of its own. Returns the names that it could use.
     """
-    with _quiet():
+    with quiet_transformers():
         answer: Any = type(module).from_pretrained(
             None,
             config=module.config,
@@ -131,20 +130,6 @@ def _load_converted(
         targets[name].copy_(tensor)
         filled.add(targets[name].data_ptr())
     return sorted(set(others) - set(report["unexpected_keys"]))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """The loader reports what a partial load lacks; here that is expected, and reported by the caller."""
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def named_weights(module: PreTrainedModel, names: Sequence[str]) -> dict[str, torch.Tensor]:

@@ -22,7 +22,7 @@ from rlctl.data.rewards.process import (
     JobTimeoutError,
     unexpected,
 )
-from rlctl.errors import DataError
+from rlctl.errors import ConfigError, DataError
 
 EXTRA = "pip install 'rlctl-core[math]'"
 
@@ -68,8 +68,15 @@ def math(*, float_rounding: int = 6, strict: bool = True, context: RewardContext
         strict: math-verify's ``strict``: variables and sets must agree in kind.
 
     Raises:
+        ConfigError: a negative number of decimals, which would compare tens or hundreds.
         DataError: math-verify is not installed.
     """
+    if float_rounding < 0:
+        raise ConfigError(
+            "the reward math compares 0 decimals or more",
+            found=f"float_rounding {float_rounding}",
+            next="args.float_rounding=6",
+        )
     if importlib.util.find_spec("math_verify") is None:
         raise DataError("the reward math needs math-verify, which is not installed", next=EXTRA)
     args = {"float_rounding": float_rounding, "strict": strict, "timeout_s": context.timeout_s}

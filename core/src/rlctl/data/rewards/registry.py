@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
+from pydantic import TypeAdapter, ValidationError
+
+from rlctl.config.schema_paths import describe, wanted
 from rlctl.config.schema_reward import is_user_function
 from rlctl.data.faults import listing, nearest
 from rlctl.data.rewards.base import Reward, RewardContext
@@ -66,6 +69,8 @@ def build_component(
     parameters = inspect.signature(builder).parameters
     args = dict(component.args)
     _check_args(component.name, args, parameters, place)
+    if spec is BUILTIN.get(component.name):
+        _check_types(component.name, args, builder, place)
     if "context" in parameters:
         args["context"] = context
     try:
@@ -81,6 +86,21 @@ def build_component(
             next=f"change {place}.args",
         ) from error
     return reward
+
+
+def _check_types(name: str, args: Mapping[str, Any], builder: Callable[..., Any], place: str) -> None:
+    """Each argument is of the type that the builder writes: `no` for a boolean would be true, and text a list of letters."""
+    hints = get_type_hints(builder)
+    for key, value in args.items():
+        try:
+            TypeAdapter(hints[key]).validate_python(value, strict=True)
+        except ValidationError as error:
+            raise ConfigError(
+                f"the argument {key} of the reward {name!r} has a wrong type",
+                found=f"{place}.args.{key} is {describe(value)}",
+                wanted=wanted(hints[key]),
+                next=f"change {place}.args.{key}",
+            ) from error
 
 
 def _load(dist: str, spec: RewardSpec) -> Callable[..., Any]:
