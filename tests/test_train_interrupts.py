@@ -116,6 +116,8 @@ def test_a_stop_signal_leaves_a_run_that_resumes(tmp_path: Path, phase: str, num
 
     # A resume of a step or two shows that what is on disk is whole.
     done = [int(p.name[5:]) for p in run.glob("checkpoints/step_*")]
+    if done:
+        assert f"--resume {run} goes on from step {max(done)}" in err
     again = ["--resume", str(run), f"trainer.total_training_steps={max(done, default=0) + 1}", "warm_start.steps=2"]
     command = [sys.executable, "-m", "rlctl_cli.main", "train", *again]
     resumed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -131,6 +131,17 @@ def test_what_cannot_be_sampled_ahead_is_refused(overrides: tuple[str, ...], wor
     assert words in str(caught.value)
 
 
+def test_a_checkpoint_in_every_step_is_said_to_leave_nothing_to_sample_ahead(tmp_path: Path) -> None:
+    told: list[str] = []
+    run = runner(tmp_path / "run", "trainer.save_freq=1", "trainer.total_training_steps=2")
+    run.reporter.message = told.append  # type: ignore[method-assign]
+    result = run.execute()
+    assert [m["training/staleness_max"] for m in result.history] == [0, 0]
+    assert any("trainer.max_staleness does nothing here" in text for text in told)
+    # Both pools have one rank, and neither is called "one process".
+    assert any("pools main 1, gen 1 by process)" in text for text in told), told
+
+
 def test_dynamic_sampling_draws_ahead_too(tmp_path: Path, watched: list[str]) -> None:
     more = (
         "algorithm.filter_groups.metric=score",

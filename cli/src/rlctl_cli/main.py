@@ -27,7 +27,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plugins": ("rlctl_cli.commands.plugins:plugins", "List installed plugins and what they declare."),
     "recipes": ("rlctl_cli.commands.recipes:recipes", "List shipped recipes, or show one."),
     "data": ("rlctl_cli.commands.data:data", "Check a dataset before any model is loaded."),
-    "config": ("rlctl_cli.commands.config:config", "Show a resolved configuration, or its JSON schema."),
+    "config": (
+        "rlctl_cli.commands.config:config",
+        "Show a resolved configuration, its JSON schema, or translate one of verl or TRL.",
+    ),
     "runs": ("rlctl_cli.commands.runs:runs", "List, show and compare runs."),
     "report": ("rlctl_cli.commands.report:report", "Write one self-contained HTML report of a run."),
     "completion": ("rlctl_cli.commands.completion:completion", "Print the shell completion script."),

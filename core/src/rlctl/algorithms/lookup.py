@@ -37,6 +37,24 @@ KEYS: Mapping[AlgorithmKind, str] = {
 }
 """Where each kind is named."""
 
+ELSEWHERE: Mapping[str, str] = {
+    "ppo": "algorithm.adv_estimator=gae (PPO with a critic), under actor.policy_loss.loss_mode=vanilla",
+    "gspo": "actor.policy_loss.loss_mode=gspo, with algorithm.adv_estimator=grpo",
+    "cispo": "actor.policy_loss.loss_mode=cispo, with algorithm.adv_estimator=grpo",
+    "dapo": "grpo with actor.policy_loss.clip_ratio_high=0.28, algorithm.filter_groups and reward.overlong_buffer",
+    "sft": "trainer.type=sft",
+    "reinforce": "algorithm.adv_estimator=reinforce_plus_plus",
+    "reinforce++": "algorithm.adv_estimator=reinforce_plus_plus",
+    "drgrpo": "algorithm.adv_estimator=dr_grpo",
+}
+"""What the field calls an algorithm that is one or more settings here, by its name in lower case without - and _."""
+
+
+def elsewhere(name: str) -> str | None:
+    """The settings that an algorithm of this name means here; None where that is not known."""
+    return ELSEWHERE.get(name.lower().replace("-", "").replace("_", ""))
+
+
 WORDS: Mapping[AlgorithmKind, str] = {
     AlgorithmKind.ADVANTAGE: "advantage estimator",
     AlgorithmKind.POLICY_LOSS: "policy loss",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def name_problems(document: Document, plugins: PluginSet) -> list[Problem]:
     """A problem for each name that neither core nor a plugin knows."""
-    from rlctl.algorithms.lookup import BUILTIN, KEYS, OWN, WORDS
+    from rlctl.algorithms.lookup import BUILTIN, KEYS, OWN, WORDS, elsewhere
     from rlctl.data.procedural import REASONING_GYM, TASKS
     from rlctl.data.rewards.registry import BUILTIN as REWARDS
     from rlctl.data.rewards.registry import is_user_function
@@ -30,7 +30,7 @@ def name_problems(document: Document, plugins: PluginSet) -> list[Problem]:
         name = document.get(place)
         if isinstance(name, str) and name and not is_own(name):
             known = {*BUILTIN[kind], *(spec.name for spec in formulas if spec.kind == kind)}
-            problems += _unknown(document, place, name, WORDS[kind], known, f", or {OWN}")
+            problems += _unknown(document, place, name, WORDS[kind], known, f", or {OWN}", elsewhere(name))
     components = document.get(("reward", "components"))
     rewards = {*REWARDS, *(spec.name for _, spec in plugins.records("rlctl_rewards"))}
     for index in range(len(components) if isinstance(components, list) else 0):
@@ -57,8 +57,15 @@ def name_problems(document: Document, plugins: PluginSet) -> list[Problem]:
 
 
 def _unknown(
-    document: Document, loc: Loc, name: str, kind: str, known: Iterable[str], further: str = ""
+    document: Document,
+    loc: Loc,
+    name: str,
+    kind: str,
+    known: Iterable[str],
+    further: str = "",
+    meant: str | None = None,
 ) -> list[Problem]:
+    """A problem where ``name`` is not known; ``meant`` says what it means here, where that is no name of the kind."""
     names = sorted(known)
     if name in names:
         return []
@@ -69,6 +76,6 @@ def _unknown(
             str(document.origin(loc)),
             f"there is no {kind} {name[:60]!r}",
             wanted="one of " + ", ".join(names) + further,
-            hint=f"did you mean {close}?" if close else "take one of these",
+            hint=f"that is {meant}" if meant else f"did you mean {close}?" if close else "take one of these",
         )
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, model_validator
 
@@ -64,7 +64,7 @@ class RuntimeConfig(Strict):
         "group of their own (NCCL between GPUs, gloo between CPU processes). controller: through the controller, on the "
         "CPU. auto: the first of them that fits. In one pool none is used.",
     )
-    weight_bucket_mib: Count | None = Field(
+    weight_bucket_mib: Annotated[int, Field(ge=1, le=16_384)] | None = Field(
         default=None,
         description="MiB of a bucket in which weights travel between pools; each side holds two. Default: 32 from CPU to "
         "CPU over a link, else 256.",

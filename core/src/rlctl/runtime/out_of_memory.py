@@ -19,6 +19,7 @@ HELP: Mapping[str, str] = {
     "generation": "lower the batch bounds in rollout.engine, or data.max_response_length",
     "loading weights": "use more ranks, or a lower model.dtype",
     "saving": "use more ranks",
+    "sync": "lower runtime.weight_bucket_mib",
 }
 """Phase -> what helps there, on any backend. A backend that knows more says more."""
 

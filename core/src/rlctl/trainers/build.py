@@ -113,8 +113,14 @@ def prepare(context: setup.Context) -> Prepared:
             fit = partial(fit_pairs, extra=extra_tokens(config))
         else:
             fit = partial(fit_rows, sft=not rl)
+        given = len(train_rows), len(val_rows)
         train_rows = fit(train_rows, encoder, config.data, positions=positions)
         val_rows = fit(val_rows, encoder, config.data, positions=positions)
+    for split, before, left in zip(("training", "validation"), given, (train_rows, val_rows), strict=True):
+        if len(left) < before:
+            reporter.message(
+                f"{before - len(left)} of {before} {split} rows are too long and left out (data.overlong_prompts)"
+            )
     drawn = config.data.gen_batch_size if rl else None
     sampler = BatchSampler(
         len(train_rows),
@@ -246,6 +252,12 @@ def _ahead(p: Prepared, rollout: RolloutRole, actor: RemoteEngine) -> Ahead | No
             found=f"algorithm.adv_estimator {p.context.config.algorithm.adv_estimator}, which takes {GREEDY}",
             wanted="an estimator that needs no greedy completion of this batch",
             next="trainer.max_staleness=0",
+        )
+
+    if trainer.save_freq == 1:
+        p.context.reporter.message(
+            "trainer.save_freq=1 saves a checkpoint in every step, and over none is sampled ahead: trainer.max_staleness does "
+            "nothing here"
         )
 
     def pauses(step: int) -> bool:

@@ -94,7 +94,6 @@ class RLTrainer:
         how = sync.how
         if self.ahead is not None:
             self.ahead.started(sync)
-            self.context.reporter.message("rollouts are sampled one step ahead (trainer.max_staleness)")
         if (note := sync_note(self.actor.engine, self.rollout.engine, how)) is not None:
             self.context.reporter.message(note)
         alone = self.critic.warmup_steps if self.critic else 0

@@ -150,6 +150,7 @@ class Runner:
                 save_batch(error.batch, str(self.run.path / f"nonfinite_step_{result.steps + 1}.safetensors"))
             if isinstance(error, KeyboardInterrupt):
                 self.run.finish("interrupted", last_step=result.steps)
+                self._say_how_to_go_on(result.steps)
             else:
                 text = str(error) if isinstance(error, RlctlError) else f"{type(error).__name__}: {error}"
                 self.run.finish("failed", error=text, last_step=result.steps)
@@ -158,6 +159,16 @@ class Runner:
                 raise
             # A full disk; the first error is the one to show.
             self.reporter.message(f"how the run ended could not be written: {second}")
+
+    def _say_how_to_go_on(self, steps: int) -> None:
+        """After an interruption: where a resumed run begins."""
+        saved = max((step for step, _ in list_checkpoints(self.run.path)), default=None)
+        if saved is None and steps:
+            self.reporter.message(f"no checkpoint was saved (trainer.save_freq): the {steps} steps done are lost")
+        elif saved is not None:
+            self.reporter.message(
+                f"{steps} steps were done; rlctl train --resume {shlex.quote(str(self.run.path))} goes on from step {saved}"
+            )
 
     def _loop(self, trainer: Trainer, result: RunResult) -> None:
         cfg = self.config.trainer
@@ -197,6 +208,11 @@ class Runner:
                     self._export(self.run.critic, "critic")
         finally:
             tracker.close()
+        if result.history and all(metrics.get("actor/rows_with_gradient") == 0 for metrics in result.history):
+            self.reporter.message(
+                "nothing was learnt: in every step all samples of a prompt were rewarded alike, so no row had a gradient (rlctl "
+                "report shows samples; another reward, easier rows, a longer warm_start or more of rollout.n can change that)"
+            )
         result.best_step = self.best[1] if self.best else None
         self.run.finish("done", last_step=result.steps)
 

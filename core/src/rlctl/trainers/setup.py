@@ -290,9 +290,10 @@ def start_line(context: Context, engines: Mapping[str, RemoteEngine], total_step
     actor = engines["actor"]
     config, info = context.config, actor.info
     model = f"{info.model_family}, {info.num_parameters / 1e6:.1f}M parameters"
-    axes = evidence.axes_words({name: size for name, size in actor.axes.items() if size > 1})
+    sizes = {name: size for name, size in actor.axes.items() if size > 1}
+    axes = f", {evidence.axes_words(sizes)}" if sizes else ""
     apart = context.pools.num_ranks > 1 or any(map(context.pools.python, config.pools_used()))
-    ranks = f", {_ranks_words(context)}, {axes}" if apart else ""
+    ranks = f", {_ranks_words(context)}{axes}" if apart else ""
     on = f"{devices.device_name(context.device)} ({actor.name}{ranks})"
     if config.trainer.type == "sft":
         return f"SFT of {model}, on {on}: {total_steps} steps of {config.data.train_batch_size} rows"
