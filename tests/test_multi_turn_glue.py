@@ -84,9 +84,9 @@ def test_a_demonstration_is_no_part_of_the_prompt() -> None:
     said = [{"role": role, "content": words} for role, words in (("user", "1"), ("assistant", "2"), ("tool", "3"))]
     last = {"role": "assistant", "content": "4"}
     demonstration = Row(0, "row 0", tuple(said), "4", "4", "toy", {}, "4", (*said, last))
-    assert [m["content"] for m in chat.beginning(demonstration)] == ["Answer.", "1"]
+    assert [m["content"] for m in chat.encoder.beginning(demonstration)] == ["Answer.", "1"]
     history = Row(0, "row 0", (*tuple(said[:2]), {"role": "user", "content": "3"}), "4", None, "toy")
-    assert [m["content"] for m in chat.beginning(history)] == ["Answer.", "1", "2", "3"]
+    assert [m["content"] for m in chat.encoder.beginning(history)] == ["Answer.", "1", "2", "3"]
 
 
 def test_a_role_that_is_left_out_in_silence_is_refused() -> None:

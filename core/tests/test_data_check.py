@@ -217,6 +217,42 @@ def test_warm_start_measures_the_answers_too(model: Path, tmp_path: Path) -> Non
     assert report.splits["train"].lengths["response"].max == 2
 
 
+def test_an_environment_begins_before_the_first_answer(model: Path, tmp_path: Path) -> None:
+    """So prompts are measured there, by the check as by a run; with the words of the environment over the positions too."""
+    says = [("user", "a"), ("assistant", "calc[1]"), ("user", "b" * 30), ("assistant", "1")]
+    chat = {"messages": [{"role": role, "content": text} for role, text in says], "answer": "1"}
+    file = write(tmp_path / "a.jsonl", chat, {**chat, "answer": "2"})
+    world = tmp_path / "world.py"
+    world.write_text(
+        "class W:\n    def __init__(self, words=1): self.words = words\n"
+        "    def reset(self, row): return 'a' * self.words\n    def step(self, text): return None, 1.0, True\n"
+    )
+    section = ModelConfig(path=str(model), chat_template=CHATML)
+    data = DataConfig(train_files=(file,), max_prompt_length=8, max_response_length=56, train_batch_size=2)
+    rows, encoder = load_rows(data, "train"), PromptEncoder(load_tokenizer(section), data)
+    with pytest.raises(DataError, match="2 rows are too long"):
+        fit_rows(rows, encoder, data, positions=64)
+    assert fit_rows(rows, encoder, data, talks=True, positions=64) == rows
+
+    def check(words: int, response: int) -> DataReport:
+        return run(
+            model,
+            {"train_files": [file], "max_prompt_length": 8, "max_response_length": response},
+            model=section.model_dump(),
+            rollout={"environment": {"name": f"{world}:W", "args": {"words": words}}},
+            reward={"components": [{"name": "environment"}]},
+        )
+
+    report = check(1, 56)
+    # The rows are the same conversation.
+    assert kinds(report) == []
+    assert report.splits["train"].lengths["prompt"].max == 4
+    beyond = check(5, 57)
+    assert kinds(beyond) == ["environment"]
+    assert "longer than the model's 64 positions" in beyond.faults[0].what
+    assert "8 + 57 tokens" in beyond.faults[0].what
+
+
 def test_answers_that_cannot_be_given(model: Path, tmp_path: Path) -> None:
     rows = [*sums(0, 3), {"prompt": "long", "answer": "7" * 20}]
     report = run(model, {"train_files": [write(tmp_path / "a.jsonl", *rows)]})

@@ -77,7 +77,7 @@ def check_data(
             _check_tokens(report, split, rows, encoder, config, trains, positions, tell)
     if rl:
         _check_reward(report, splits, resolved, plugins, tell, reward_limit_s)
-        _check_environment(report, splits, resolved, plugins, encoder, tell)
+        _check_environment(report, splits, resolved, plugins, encoder, positions, tell)
     report.seconds = time.monotonic() - start
     return report
 
@@ -194,7 +194,8 @@ def _check_tokens(
     tell: Progress,
 ) -> None:
     phase, sft = f"tokenising {split}", config.trainer.type == "sft"
-    lengths = measure(rows, encoder, sft=trains, progress=lambda done: tell(phase, done, len(rows)))
+    talks = not sft and config.rollout.environment is not None
+    lengths = measure(rows, encoder, sft=trains, talks=talks, progress=lambda done: tell(phase, done, len(rows)))
     report.faults += lengths.faults
     _add_lengths(report, split, "prompt", lengths.prompt, "tokens")
     _add_lengths(report, split, "response", lengths.response, "tokens")
@@ -293,6 +294,7 @@ def _check_environment(
     resolved: ResolvedConfig,
     plugins: PluginSet | None,
     encoder: PromptEncoder | None,
+    positions: int | None,
     tell: Progress,
 ) -> None:
     if resolved.config.rollout.environment is None or encoder is None:
@@ -302,7 +304,7 @@ def _check_environment(
     tell("trying the environment", 0, None)
     for rows in splits.values():
         try:
-            try_environment(resolved, plugins, encoder, rows)
+            try_environment(resolved, plugins, encoder, rows, positions)
         except RlctlError as error:
             report.faults.append(_from_error("environment", "rollout.environment", error))
             return

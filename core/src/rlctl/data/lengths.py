@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,13 +40,24 @@ class Lengths:
 
 
 def measure(
-    rows: Sequence[Row], encoder: PromptEncoder, *, sft: bool, progress: Callable[[int], None] | None = None
+    rows: Sequence[Row],
+    encoder: PromptEncoder,
+    *,
+    sft: bool,
+    talks: bool = False,
+    progress: Callable[[int], None] | None = None,
 ) -> Lengths:
-    """Encode every row: the prompt, and with ``sft`` also its response."""
+    """Encode every row: the prompt, and with ``sft`` also its response.
+
+    Args:
+        talks: the policy talks to an environment, which begins before the first answer of a row that is a conversation.
+    """
     lengths = Lengths()
     for start in range(0, len(rows), CHUNK):
         chunk = rows[start : start + CHUNK]
-        for row, ids, prompt in _encode(chunk, encoder, sft, lengths.faults):
+        for row, ids, prompt in _encode(
+            chunk, partial(_encode_chunk, encoder=encoder, sft=sft, talks=talks), lengths.faults
+        ):
             lengths.rows.append(row)
             lengths.prompt.append(prompt)
             if sft:
@@ -67,18 +79,25 @@ def overlong(lengths: Lengths, data: DataConfig, *, sft: bool) -> list[int]:
 
 
 def fit_rows(
-    rows: Sequence[Row], encoder: PromptEncoder, data: DataConfig, *, sft: bool = False, positions: int | None = None
+    rows: Sequence[Row],
+    encoder: PromptEncoder,
+    data: DataConfig,
+    *,
+    sft: bool = False,
+    talks: bool = False,
+    positions: int | None = None,
 ) -> list[Row]:
     """The rows that fit the limits, all of them under ``data.overlong_prompts`` error.
 
     Args:
+        talks: as for :func:`measure`.
         positions: how many the model has, where that is known.
 
     Raises:
         DataError: a row cannot be encoded; rows are too long (their indices are named); filtering leaves none; or what is
             left goes beyond the model's positions.
     """
-    lengths = measure(rows, encoder, sft=sft)
+    lengths = measure(rows, encoder, sft=sft, talks=talks)
     if lengths.faults:
         first = lengths.faults[0]
         raise DataError(first.line(), found=f"{len(lengths.faults)} such rows", next=first.next)
@@ -120,16 +139,17 @@ def beyond_positions(lengths: Lengths, data: DataConfig, positions: int | None, 
     if positions is None or not kept:
         return None
     tokens = longest(lengths, kept, sft)
-    return _beyond(tokens, 0 if sft else data.max_response_length, positions)
+    return beyond_model(tokens, 0 if sft else data.max_response_length, positions)
 
 
-def surely_beyond(data: DataConfig, positions: int | None) -> Beyond | None:
+def surelybeyond_model(data: DataConfig, positions: int | None) -> Beyond | None:
     """As :func:`beyond_positions` for RL, of what holds whatever the prompts are: each has a token."""
-    return None if positions is None else _beyond(1, data.max_response_length, positions)
+    return beyond_model(1, data.max_response_length, positions)
 
 
-def _beyond(tokens: int, response: int, positions: int) -> Beyond | None:
-    if tokens + response <= positions:
+def beyond_model(tokens: int, response: int, positions: int | None) -> Beyond | None:
+    """``tokens`` with ``response`` more after them (0: a whole row of SFT) against the model's positions."""
+    if positions is None or tokens + response <= positions:
         return None
     if not response:
         what, found = f"rows are longer than the model's {positions} positions", f"{tokens} tokens"
@@ -177,17 +197,17 @@ def longest(lengths: Lengths, places: Sequence[int], sft: bool) -> int:
 
 
 def _encode(
-    rows: Sequence[Row], encoder: PromptEncoder, sft: bool, faults: list[Fault]
+    rows: Sequence[Row], chunk: Callable[[Sequence[Row]], list[tuple[Row, list[int], int]]], faults: list[Fault]
 ) -> list[tuple[Row, list[int], int]]:
     """(row, ids, tokens of the prompt) of each row that can be encoded."""
     try:
-        return _encode_chunk(rows, encoder, sft)
+        return chunk(rows)
     except DataError:
         pass  # one of them is at fault: find out which, one by one
     done: list[tuple[Row, list[int], int]] = []
     for row in rows:
         try:
-            done += _encode_chunk([row], encoder, sft)
+            done += chunk([row])
         except DataError as error:
             # The fault names the row already.
             what = error.what.replace(f"{row.source} (row {row.index})", "it")
@@ -196,8 +216,12 @@ def _encode(
     return done
 
 
-def _encode_chunk(rows: Sequence[Row], encoder: PromptEncoder, sft: bool) -> list[tuple[Row, list[int], int]]:
+def _encode_chunk(
+    rows: Sequence[Row], encoder: PromptEncoder, sft: bool, talks: bool
+) -> list[tuple[Row, list[int], int]]:
     if sft:
         pairs = zip(rows, encoder.sft_batch(rows), strict=True)
         return [(row, ids, mask.index(True)) for row, (ids, mask) in pairs]
-    return [(row, ids, len(ids)) for row, ids in zip(rows, encoder.prompt_ids_batch(rows), strict=True)]
+    return [
+        (row, ids, len(ids)) for row, ids in zip(rows, encoder.prompt_ids_batch(rows, beginning=talks), strict=True)
+    ]

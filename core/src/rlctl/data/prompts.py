@@ -63,15 +63,28 @@ class PromptEncoder:
         """
         return self.encode_prompt(row, self.prompt_text(row))
 
-    def prompt_ids_batch(self, rows: Sequence[Row]) -> list[list[int]]:
-        """:meth:`prompt_ids` of many rows, faster."""
-        encoded = self._encode_all([self.prompt_text(row) for row in rows])
+    def prompt_ids_batch(self, rows: Sequence[Row], *, beginning: bool = False) -> list[list[int]]:
+        """:meth:`prompt_ids` of many rows, faster; with ``beginning`` those of :meth:`beginning`."""
+        encoded = self._encode_all(
+            [
+                self.render(row, self.beginning(row), generation=True) if beginning else self.prompt_text(row)
+                for row in rows
+            ]
+        )
         lead = self._lead()
         return [self._checked(row, lead + ids) for row, ids in zip(rows, encoded, strict=True)]
 
     def messages(self, row: Row) -> list[Message]:
         """The messages of a row's prompt, with the system message and the template of the ``data`` section."""
         return self._messages(row)
+
+    def beginning(self, row: Row) -> list[Message]:
+        """:meth:`messages`; of a row that is a whole conversation what stands before its first turn of an assistant."""
+        messages = self._messages(row)
+        if row.messages is None:
+            return messages
+        first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+        return messages[:first] or messages
 
     def render(
         self, row: Row, messages: list[Message], *, generation: bool, tools: Sequence[Mapping[str, Any]] = ()

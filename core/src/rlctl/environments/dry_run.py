@@ -24,9 +24,16 @@ TURNS = 3
 
 
 def try_environment(
-    resolved: ResolvedConfig, plugins: PluginSet | None, encoder: PromptEncoder, rows: Sequence[Row]
+    resolved: ResolvedConfig,
+    plugins: PluginSet | None,
+    encoder: PromptEncoder,
+    rows: Sequence[Row],
+    positions: int | None = None,
 ) -> list[Conversation]:
     """Two conversations with each of the first rows, as a run has them; empty where the run has no environment.
+
+    Args:
+        positions: how many the model has, where that is known.
 
     Raises:
         RlctlError: it does not load or fails, begins a row differently for two samples of it or with too long a prompt, or the chat
@@ -40,7 +47,7 @@ def try_environment(
     held: list[Conversation] = []
     with open_environment(section, plugins, resolved.base_dir) as client:
         glue = ChatGlue(encoder, client.tools, section.earlier_thinking == "keep", config.rollout.stop)
-        episodes = Episodes(client, tried, glue, config.data.max_prompt_length)
+        episodes = Episodes(client, tried, glue, config.data.max_prompt_length, positions=positions)
         params = SamplingParams(n=2, max_tokens=config.data.max_response_length, seed=0)
         for row in rows[:ROWS]:
             said = [*encoder.encode(row.answer or row.response or ""), *encoder.stop_token_ids[-1:]] or encoder.encode(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rlctl.data.columns import Message, Row
+from rlctl.data.lengths import beyond_model
 from rlctl.environments.client import EnvironmentClient
 from rlctl.environments.glue import ChatGlue, Transcript
 from rlctl.environments.tools import as_user, in_words
@@ -76,6 +77,7 @@ class Episodes:
     Args:
         max_prompt_length: longest first prompt, in tokens.
         notice: told once, where a conversation was ended because the environment failed.
+        positions: how many the model has, where that is known.
     """
 
     client: EnvironmentClient
@@ -83,6 +85,7 @@ class Episodes:
     glue: ChatGlue
     max_prompt_length: int
     notice: Callable[[str], None] = lambda text: None
+    positions: int | None = None
     _told: bool = False
     _next: int = 0
     _tool_role: bool | None = None
@@ -196,6 +199,14 @@ class Episodes:
                     wanted=f"at most {self.max_prompt_length} (data.max_prompt_length)",
                     next=f"data.max_prompt_length={len(c.prompt)}, or a shorter beginning",
                 )
+            if (beyond := beyond_model(len(c.prompt), c.limit, self.positions)) is not None:
+                # With the tools' schemas and the words of reset, which no length of the row alone tells of.
+                raise DataError(
+                    f"{beyond.what}, as {self.client.label} begins {c.row.source} (row {c.row.index})",
+                    found=beyond.found,
+                    wanted=f"at most {self.positions}",
+                    next=beyond.next,
+                )
 
     def _answer(self, going: Sequence[_Open]) -> None:
         """Let the environment answer the turns that have just ended, and put its words and the glue behind them."""
@@ -260,7 +271,9 @@ class Episodes:
             return messages
         if self._shows_tools is None:
             self._shows_tools = self.glue.takes_tools()
-        return messages if self._shows_tools else in_words(self.client.tools, messages or self.glue.beginning(row))
+        return (
+            messages if self._shows_tools else in_words(self.client.tools, messages or self.glue.encoder.beginning(row))
+        )
 
 
 def _prompts(every: Sequence[_Open], n: int) -> list[list[int]]:

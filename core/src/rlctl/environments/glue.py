@@ -44,17 +44,9 @@ class ChatGlue:
 
     def open(self, row: Row, messages: Sequence[Message] = ()) -> Transcript:
         """A conversation that begins with ``messages``, or with the row's own prompt."""
-        begin = [dict(message) for message in messages] or self.beginning(row)
+        begin = [dict(message) for message in messages] or self.encoder.beginning(row)
         text = self.encoder.render(row, begin, generation=True, tools=self.tools)
         return Transcript(self, row, begin, text)
-
-    def beginning(self, row: Row) -> list[Message]:
-        """The row's own prompt; of a row that is a whole conversation what stands before its first turn of an assistant."""
-        messages = self.encoder.messages(row)
-        if row.messages is None:
-            return messages
-        first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
-        return messages[:first] or messages
 
     def takes_role(self, role: str) -> bool:
         """True when the template has a place for observations of ``role``: it shows their text."""

@@ -112,7 +112,7 @@ def prepare(context: setup.Context) -> Prepared:
         if pairs:
             fit = partial(fit_pairs, extra=extra_tokens(config))
         else:
-            fit = partial(fit_rows, sft=not rl)
+            fit = partial(fit_rows, sft=not rl, talks=rl and config.rollout.environment is not None)
         given = len(train_rows), len(val_rows)
         train_rows = fit(train_rows, encoder, config.data, positions=positions)
         val_rows = fit(val_rows, encoder, config.data, positions=positions)
@@ -183,7 +183,7 @@ def _build_rl(p: Prepared, run_dir: Path, *, resuming: bool, closing: ExitStack)
     config, context, model = p.context.config, p.context, p.model
     scorer = build_reward(config.reward, context.plugins, context.resolved.base_dir)
     closing.callback(scorer.close)
-    episodes = build_episodes(context, p.encoder, p.algorithms[AlgorithmKind.ADVANTAGE], closing)
+    episodes = build_episodes(context, model, p.encoder, p.algorithms[AlgorithmKind.ADVANTAGE], closing)
     teacher_models = teachers.train_teacher(
         context, p.teachers, p.encoder, scorer, p.train_rows, p.val_rows, run_dir / "teacher", episodes
     )

@@ -10,6 +10,7 @@ import torch
 
 from rlctl.algorithms.lookup import Algorithm
 from rlctl.config.schema_environment import REWARD
+from rlctl.data.lengths import model_positions
 from rlctl.data.prompts import PromptEncoder
 from rlctl.environments.episodes import Episodes
 from rlctl.environments.glue import ChatGlue
@@ -18,16 +19,17 @@ from rlctl.errors import ConfigError
 from rlctl.generation import Completion, Conversation, Ending
 
 if TYPE_CHECKING:
-    from rlctl.config.schema import RunConfig
+    from rlctl.config.schema import ModelConfig, RunConfig
     from rlctl.trainers.setup import Context
 
 
 def build_episodes(
-    context: Context, encoder: PromptEncoder, estimator: Algorithm, closing: ExitStack
+    context: Context, model: ModelConfig, encoder: PromptEncoder, estimator: Algorithm, closing: ExitStack
 ) -> Episodes | None:
     """Start ``rollout.environment``; None where the run has none.
 
     Args:
+        model: the policy's, as it is on disk.
         closing: its process ends with it.
 
     Raises:
@@ -51,7 +53,14 @@ def build_episodes(
         keep_thinking=section.earlier_thinking == "keep",
         stop=context.config.rollout.stop,
     )
-    return Episodes(client, section, glue, context.config.data.max_prompt_length, context.reporter.message)
+    return Episodes(
+        client,
+        section,
+        glue,
+        context.config.data.max_prompt_length,
+        context.reporter.message,
+        model_positions(model),
+    )
 
 
 def turn_weight(config: RunConfig) -> float | None:

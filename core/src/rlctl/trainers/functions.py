@@ -31,11 +31,13 @@ def try_functions(resolved: ResolvedConfig, plugins: PluginSet | None) -> None:
         find_algorithms(config, plugins)
     build_reward(config.reward, plugins, resolved.base_dir).close()
     if config.rollout.environment is not None:
+        from rlctl.data.lengths import model_positions
         from rlctl.data.prompts import PromptEncoder
         from rlctl.data.rows import load_rows
         from rlctl.data.tokenizer import load_tokenizer
         from rlctl.environments.dry_run import try_environment
         from rlctl.models import resolve_model_source
 
-        encoder = PromptEncoder(load_tokenizer(resolve_model_source(config.model)), config.data)
-        try_environment(resolved, plugins, encoder, load_rows(config.data, "train"))
+        model = resolve_model_source(config.model)
+        encoder = PromptEncoder(load_tokenizer(model), config.data)
+        try_environment(resolved, plugins, encoder, load_rows(config.data, "train"), model_positions(model))
