@@ -18,6 +18,9 @@ COSTLY: Mapping[str, str] = {
 }
 """Inputs of an advantage estimator that cost a pass of their own, so that they are made only where a signature names them."""
 
+TOKEN_REWARDS = ("gae", "optimal_token_baseline", "reinforce_plus_plus", "remax")
+"""The estimators that read the reward of each token, not of whole rows alone."""
+
 CLIP = ("clip_ratio_low", "clip_ratio_high")
 
 

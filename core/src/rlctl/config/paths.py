@@ -42,12 +42,9 @@ def resolve_paths(document: Document, base_dir: Path, notice: Callable[[str], No
     components = document.get(("reward", "components"))
     for index in range(len(components) if isinstance(components, list) else 0):
         _function(document, ("reward", "components", index, "name"), base_dir, problems)
-    for place in (
-        ("algorithm", "adv_estimator"),
-        ("actor", "policy_loss", "loss_mode"),
-        ("rollout", "environment", "name"),
-    ):
+    for place in (("algorithm", "adv_estimator"), ("actor", "policy_loss", "loss_mode")):
         _function(document, place, base_dir, problems)
+    _function(document, ("rollout", "environment", "name"), base_dir, problems, "Class")
     return problems
 
 
@@ -183,7 +180,7 @@ def _glob(path: Path) -> list[str]:
     return sorted(match for match in glob.glob(text) if Path(match).is_file())
 
 
-def _function(document: Document, loc: Loc, base_dir: Path, problems: list[Problem]) -> None:
+def _function(document: Document, loc: Loc, base_dir: Path, problems: list[Problem], kind: str = "function") -> None:
     text = document.get(loc)
     match = _FUNCTION.match(text) if isinstance(text, str) else None
     if match is None:
@@ -199,7 +196,7 @@ def _function(document: Document, loc: Loc, base_dir: Path, problems: list[Probl
             str(document.origin(loc)),
             "there is no such file",
             found=str(path),
-            wanted="path/to/file.py:function",
+            wanted=f"path/to/file.py:{kind}",
             hint=_near(path) or f"check the path; it is taken from {base}",
         )
     )

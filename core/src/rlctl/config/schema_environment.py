@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
+from rlctl.algorithms.table import ADVANTAGES, TOKEN_REWARDS
 from rlctl.config.base import Count, Strict
 from rlctl.config.document import Document, Origin
 
@@ -33,7 +34,7 @@ class EnvironmentConfig(Strict):
     )
     turn_rewards: bool = Field(
         default=False,
-        description="Give each turn's reward to its last token (gae, reinforce_plus_plus) instead of the sum to the row.",
+        description="Give each turn's reward to its last token (for estimators that read them) instead of the sum to the row.",
     )
     earlier_thinking: Literal["refuse", "keep"] = Field(
         default="refuse",
@@ -68,6 +69,12 @@ def environment_faults(config: RunConfig) -> list[str]:
             "not to count"
         )
     if section.turn_rewards:
+        estimator = config.algorithm.adv_estimator
+        if estimator in ADVANTAGES and estimator not in TOKEN_REWARDS:
+            faults.append(
+                f"rollout.environment.turn_rewards gives each turn its reward, and {estimator} reads the reward of a whole row "
+                f"({' and '.join(TOKEN_REWARDS)} read those of tokens): take one of the two out"
+            )
         if any(c.sources for c in config.reward.components if c.name == REWARD):
             faults.append(
                 "rollout.environment.turn_rewards is for every row: take sources out of the component environment"

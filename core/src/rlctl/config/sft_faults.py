@@ -37,4 +37,5 @@ def supervised_faults(config: RunConfig) -> list[str]:
         != type(getattr(config, name)).model_fields[key].get_default(call_default_factory=True)
     ]
     given += [f"reward.{key}" for key in config.reward.shapes]
+    given += ["rollout.environment"] * (config.rollout.environment is not None)
     return [f"{path} has nothing to do in {_NAMES[kind]}: take it out, or set trainer.type to rl" for path in given]

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.data.faults import Fault, excerpt, listing, nearest, type_name
 from rlctl.data.readers import SPLIT_NAMES, Record
+from rlctl.data.roles import ROLES
 from rlctl.errors import DataError
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ PROMPT_COLUMNS = ("prompt", "question")
 RESPONSE_COLUMNS = ("response", "completion")
 ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth")
 PROMPT_SYNONYMS = ("problem", "instruction", "input", "query", "text", "conversations", "conversation", "dialog")
-ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE_SYNONYMS = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant"}
 
 Message = dict[str, Any]

@@ -26,10 +26,12 @@ class Target:
     Args:
         where: ``path/to/file.py:Class`` or ``module:Class``.
         name: as the configuration has it.
+        meant: what may have been meant where there is no such module: the file of that name.
     """
 
     where: str
     name: str
+    meant: str | None = None
 
     @property
     def file(self) -> str:
@@ -182,13 +184,46 @@ class EnvironmentClient:
                 wanted=fields["wanted"],
                 next=f"correct {file}",
             )
-        what = "refuses rollout.environment.args" if kind == "construct" else "does not load"
         line = fields.get("line")
+        if kind == "function":
+            return DataError(
+                f"{self.label} is a function",
+                found=f"{name} ({file}, line {line})" if line else name,
+                wanted="a class with reset(row) and step(text)",
+                next=f"make {name} a class, or name the one that is meant: rollout.environment.name="
+                f"{self.target.where.rpartition(':')[0]}:CLASS",
+            )
+        if kind == "tool":
+            place = file if fields["file"] is None else show_path(fields["file"])
+            line = fields["line"]
+            return DataError(
+                f"{self.label} has no tools that can be used",
+                found=fields["what"] + (f" ({place}, line {line})" if line else ""),
+                wanted=fields["wanted"],
+                next=f"correct {place}" + (f", line {line}" if line else ""),
+            )
+        if kind == "arguments":
+            return DataError(
+                f"{self.label} refuses rollout.environment.args",
+                found=fields["error"],
+                wanted=listing(fields["takes"]) or "no arguments",
+                next=f"correct rollout.environment.args, or __init__ of {name} in {file}",
+            )
+        if kind == "import" and self.target.meant is not None and "ModuleNotFoundError" in fields["error"]:
+            return DataError(
+                f"{self.label} does not load",
+                found=fields["error"],
+                wanted=f"did you mean the file, {self.target.meant}?",
+                next=f"rollout.environment.name={self.target.meant}",
+            )
+        what = "cannot be made" if kind == "construct" else "does not load"
         return DataError(
             f"{self.label} {what}",
             details=fields.get("lines", ()),
             found=str(fields.get("error", fields.get("message", ""))) + (f" ({file}, line {line})" if line else ""),
-            next=str(fields.get("next") or f"correct {file if kind != 'construct' else 'rollout.environment.args'}"),
+            next=str(
+                fields.get("next") or f"correct {'rollout.environment.args, or ' if kind == 'construct' else ''}{file}"
+            ),
         )
 
 

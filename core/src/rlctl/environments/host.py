@@ -12,11 +12,14 @@ import inspect
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rlctl.data.rewards.user_job import describe, load_file
 from rlctl.data.rewards.worker import JobError
 from rlctl.environments.results import messages, stepped
+from rlctl.environments.schemas import ToolError
+from rlctl.environments.tools import ToolEnvironment
 
 Outcome = tuple[str, Any]
 """("ok", value) or ("error", fields)."""
@@ -106,12 +109,30 @@ class Host:
         return getattr(self._objects[number], method)
 
     def _make(self) -> Any:
+        self._require_arguments()
         try:
-            return self._kind(**self._args)
+            made = self._kind(**self._args)
+            if isinstance(made, ToolEnvironment):
+                made.require_ready()
+            return made
         except JobError:
             raise
+        except ToolError as error:
+            raise JobError(
+                kind="tool", what=error.what, wanted=error.wanted, file=error.file, line=error.line
+            ) from None
         except Exception as error:  # user code
-            raise JobError(kind="construct", **describe(error, self._path)) from None
+            raise JobError(kind="construct", **_own_part(describe(error, self._path))) from None
+
+    def _require_arguments(self) -> None:
+        try:
+            signature = inspect.signature(self._kind)
+        except (TypeError, ValueError):
+            return  # written in C: calling it will tell
+        try:
+            signature.bind(**self._args)
+        except TypeError as error:
+            raise JobError(kind="arguments", error=str(error), takes=list(signature.parameters)) from None
 
     def _drop(self, thing: Any) -> None:
         close = getattr(thing, "close", None)
@@ -130,6 +151,18 @@ class Host:
         if isinstance(error, JobError):
             return "error", error.fields
         return "error", {"kind": "raised", **describe(error, self._path)}
+
+
+def _own_part(fields: dict[str, Any]) -> dict[str, Any]:
+    """``fields`` of :func:`describe` without the frames of this package: its author can mend theirs alone."""
+    ours = str(Path(__file__).parent)
+    kept: list[str] = []
+    inside = False
+    for line in fields["lines"]:
+        inside = line.startswith(f'  File "{ours}') or (inside and not line.startswith("  File "))
+        if not inside:
+            kept.append(line)
+    return {**fields, "lines": kept}
 
 
 async def _wait(found: Any) -> None:
@@ -172,6 +205,9 @@ def _find(target: str) -> Callable[..., Any]:
         except BaseException as error:  # user code
             raise JobError(kind="import", **describe(error, place)) from None
     found = getattr(module, name, None)
+    if inspect.isroutine(found):
+        code = getattr(found, "__code__", None)
+        raise JobError(kind="function", line=getattr(code, "co_firstlineno", None))
     if not callable(found):
         classes = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module.__name__]
         raise JobError(kind="missing", functions=[n for n in classes if not n.startswith("_")])

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlctl.data.faults import show_path
 from rlctl.environments.client import EnvironmentClient, Target
 from rlctl.errors import ConfigError
 from rlctl.named_records import is_own, known_records, unknown
@@ -40,7 +41,7 @@ def open_environment(config: EnvironmentConfig, plugins: PluginSet | None, base_
         if name not in known:
             key = "rollout.environment.name"
             raise unknown(name, known, words="environment", own=OWN, key=key, default="calculator")
-        where = known[name][1].target
+        where, meant = known[name][1].target, None
     else:
         place, _, kind = name.rpartition(":")
         if not place or not kind.isidentifier():
@@ -50,6 +51,8 @@ def open_environment(config: EnvironmentConfig, plugins: PluginSet | None, base_
                 next=f"rollout.environment.name={name.partition(':')[0]}:CLASS",
             )
         where = name
+        beside = next((at / f"{place}.py" for at in (Path.cwd(), base_dir) if (at / f"{place}.py").is_file()), None)
+        meant = None if beside is None else f"{show_path(beside)}:{kind}"
         if place.endswith(".py"):
             path = Path(os.path.normpath(base_dir / Path(place).expanduser()))
             if not path.is_file():
@@ -57,4 +60,4 @@ def open_environment(config: EnvironmentConfig, plugins: PluginSet | None, base_
                     f"there is no file {path}", wanted="a Python file", next="check rollout.environment.name"
                 )
             where = f"{path}:{kind}"
-    return EnvironmentClient(Target(where, name), config.args, config.timeout_s, config.max_concurrency)
+    return EnvironmentClient(Target(where, name, meant), config.args, config.timeout_s, config.max_concurrency)

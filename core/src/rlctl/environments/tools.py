@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rlctl.environments.schemas import schema_of
+from rlctl.data.finite import finite
+from rlctl.environments.results import wrong
+from rlctl.environments.schemas import ToolError, name_of, schema_of
 from rlctl.environments.tool_calls import Call, CallError, parser_of
 
 MAX_RESULT = 2000
@@ -29,12 +31,15 @@ class ToolEnvironment:
         style: how calls are written: ``hermes`` (``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Qwen and Hermes
             models do), or ``plain`` (``name[argument]``, for tools of one argument).
         show_tools: tell the model of the tools; False for a policy that knows them.
+
+    Raises:
+        ToolError: one of them cannot be a tool, or two have one name.
     """
 
     def __init__(
         self, functions: Sequence[Callable[..., Any]] = (), style: str = "hermes", show_tools: bool = True
     ) -> None:
-        self._functions = {function.__name__: function for function in functions}
+        self._functions = _by_name(functions)
         self._parse = parser_of(style)
         schemas = [schema_of(function) for function in functions]
         self.tools = schemas if show_tools else []
@@ -46,6 +51,13 @@ class ToolEnvironment:
     def finish(self, text: str) -> float:
         """The reward of the turn that ends the conversation."""
         raise NotImplementedError("write finish(self, text) -> float")
+
+    def require_ready(self) -> None:
+        """Raises ToolError where a subclass has an ``__init__`` that leaves this class's one out."""
+        if not hasattr(self, "_functions"):
+            name, init = type(self).__name__, type(self).__init__
+            what = f"__init__ of {name} does not call super().__init__, so {name} has no tools"
+            raise ToolError(what, "super().__init__([the tools]) in __init__", init)
 
     # ---- the environment ----------------------------------------------------------------------------------------
     def reset(self, row: dict[str, Any]) -> Any:
@@ -59,10 +71,17 @@ class ToolEnvironment:
         except CallError as error:
             return self._observed([f"Error: {error}"], failed=1)
         if not calls:
-            return None, float(self.finish(text)), True, self._numbers()
+            return None, self._finished(text), True, self._numbers()
         found = [self._called(call) for call in calls]
         self.calls += len(calls)
         return self._observed([words for words, _ in found], failed=sum(not fine for _, fine in found))
+
+    def _finished(self, text: str) -> float:
+        value: object = self.finish(text)
+        reward = finite(value)
+        if reward is None:
+            raise wrong("the reward of finish", value, "a finite number, which finish(self, text) returns")
+        return reward
 
     def _observed(self, texts: Sequence[str], failed: int) -> tuple[Any, float, bool, dict[str, float]]:
         self.errors += failed
@@ -86,6 +105,22 @@ class ToolEnvironment:
             return f"Error: {call.name}: {error}"[:MAX_RESULT], False
         text = result if isinstance(result, str) else json.dumps(result, default=str)
         return text[:MAX_RESULT], True
+
+
+def _by_name(functions: object) -> dict[str, Callable[..., Any]]:
+    """The tools by name. Raises ToolError where they are no list of functions, or two have one name."""
+    if isinstance(functions, (str, Mapping)) or not isinstance(functions, Iterable):
+        called = f"the function {name_of(functions)}" if callable(functions) else type(functions).__name__
+        raise ToolError(f"the tools are no list, but {called}", "a list of functions, [tool]", functions)
+    named: dict[str, Callable[..., Any]] = {}
+    for function in functions:
+        if not callable(function):
+            raise ToolError(f"{function!r} among the tools is no function", "a list of functions, [tool]")
+        name = name_of(function)
+        if name in named:
+            raise ToolError(f"two tools have the name {name!r}", "a name of its own for each tool", function)
+        named[name] = function
+    return named
 
 
 def as_user(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from rlctl.data.finite import finite
 from rlctl.data.rewards.worker import JobError
 
 EXTRA = "pip install 'rlctl-core[verifiers]'"
@@ -58,7 +59,9 @@ class Verifiers:
         messages = await self._next()
         if messages is not _OVER:
             return messages, 0.0, False, {}
-        numbers = {name: value for trace in self._traces for name, value in trace.metrics.items() if value is not None}
+        numbers = {
+            name: value for trace in self._traces for name, value in trace.metrics.items() if finite(value) is not None
+        }
         return None, sum(trace.reward for trace in self._traces), True, numbers
 
     async def close(self) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlctl.algorithms.lookup import Algorithm
+from rlctl.algorithms.table import TOKEN_REWARDS
 from rlctl.config.schema_environment import REWARD
 from rlctl.data.lengths import model_positions
 from rlctl.data.prompts import PromptEncoder
@@ -42,7 +43,7 @@ def build_episodes(
         raise ConfigError(
             f"the {estimator.label} reads the reward of a whole row, not of its tokens",
             found="rollout.environment.turn_rewards=true",
-            wanted="algorithm.adv_estimator gae or reinforce_plus_plus",
+            wanted=f"algorithm.adv_estimator {' or '.join(TOKEN_REWARDS)}",
             next="rollout.environment.turn_rewards=false, or another estimator",
         )
     client = open_environment(section, context.plugins, context.resolved.base_dir)

@@ -1,0 +1,3 @@
+"""Roles of messages. Standard library only."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
