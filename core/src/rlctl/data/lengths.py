@@ -142,7 +142,7 @@ def beyond_positions(lengths: Lengths, data: DataConfig, positions: int | None, 
     return beyond_model(tokens, 0 if sft else data.max_response_length, positions)
 
 
-def surelybeyond_model(data: DataConfig, positions: int | None) -> Beyond | None:
+def surely_beyond(data: DataConfig, positions: int | None) -> Beyond | None:
     """As :func:`beyond_positions` for RL, of what holds whatever the prompts are: each has a token."""
     return beyond_model(1, data.max_response_length, positions)
 
