@@ -14,6 +14,7 @@ import torch
 from kept_ranks import kept_ranks
 from safetensors.torch import load_file
 
+from rlctl.algorithms.preference.base import PairLosses
 from rlctl.config import axes, engines
 from rlctl.config.load import load_config
 from rlctl.config.problems import InvalidConfigError
@@ -21,11 +22,12 @@ from rlctl.config.schema_reward import RewardConfig
 from rlctl.data.rewards import build_reward
 from rlctl.data.rewards.base import RewardInput
 from rlctl.data.rows import load_rows
-from rlctl.errors import ConfigError
+from rlctl.errors import ConfigError, GuardError
 from rlctl.plugins import load_plugins
 from rlctl.records import ModelType
 from rlctl.tracking.headline import headline_text
 from rlctl.tracking.reporter import NullReporter
+from rlctl.trainers import preference
 from rlctl.trainers.build import prepare
 from rlctl.trainers.run import Runner, RunResult
 from rlctl.trainers.setup import make_context
@@ -275,9 +277,33 @@ def test_margins_of_the_rows_reach_the_loss(tmp_path: Path) -> None:
     assert loss["with"] > loss["without"] + 0.1
 
 
+@pytest.mark.parametrize("kind", ["hinge", "rm"])
+def test_a_run_without_a_finite_step_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Two steps are within the budget. Of hinge the gradient is too large for float32, of rm the loss alone is infinite."""
+    honest = preference.reward_losses
+
+    def endless(scores: torch.Tensor, config: Any, margin: Any) -> PairLosses:
+        found = honest(scores, config, margin)
+        return dataclasses.replace(found, loss=found.loss + torch.inf)
+
+    monkeypatch.setattr(preference, "reward_losses", endless)
+    beta = ["dpo.beta=1e300"] if kind == "hinge" else []
+    with pytest.raises(GuardError, match="every one of 2 optimizer steps had a loss or a gradient that is not finite"):
+        train(tmp_path / "run", kind, *beta, "trainer.total_training_steps=2", "trainer.val_before_train=false")
+    run = tmp_path / "run"
+    assert json.loads((run / "manifest.json").read_text())["status"] == "failed"
+    assert not (run / "export").exists()
+    assert [p.name for p in run.glob("nonfinite_step_*")] == ["nonfinite_step_2.safetensors"]
+    [line] = numbers(run)
+    assert line["train/skipped_steps"] == 1.0, "nothing was learned of it"
+
+
 @pytest.mark.parametrize(
     ("kind", "override", "what"),
     [
+        ("ipo", "dpo.beta=1e-30", "dpo.beta"),
+        ("simpo", "dpo.average_log_probs=true", "dpo.average_log_probs does nothing with dpo.loss_type simpo"),
+        ("simpo", "dpo.reference_free=true", "dpo.reference_free does nothing with dpo.loss_type simpo"),
         ("sigmoid", "rm.center_rewards_coefficient=0.1", "rm has nothing to do with trainer.type dpo"),
         ("rm", "dpo.beta=0.3", "dpo has nothing to do with trainer.type rm"),
         ("hinge", "dpo.label_smoothing=0.1", "dpo.label_smoothing is for sigmoid and simpo"),

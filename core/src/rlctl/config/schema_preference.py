@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field
 
 from rlctl.config.base import Strict
 
@@ -18,8 +18,10 @@ class DPOConfig(Strict):
     loss_type: Literal["sigmoid", "ipo", "hinge", "simpo"] = Field(
         default="sigmoid", description="sigmoid is DPO; simpo has no reference and takes means over tokens."
     )
-    beta: PositiveFloat = Field(
-        default=0.1, description="Reward of a nat of log-ratio; the papers have 0.1 for sigmoid and 2 to 10 for simpo."
+    beta: float = Field(
+        default=0.1,
+        ge=1e-6,
+        description="Reward of a nat of log-ratio; the papers have 0.1 for sigmoid and 2 to 10 for simpo.",
     )
     label_smoothing: float = Field(
         default=0.0, ge=0, lt=0.5, description="Share of pairs taken to be the wrong way round (sigmoid, simpo)."
@@ -71,6 +73,9 @@ def preference_faults(config: RunConfig) -> list[str]:
             faults.append(
                 f"dpo.label_smoothing is for sigmoid and simpo, and dpo.loss_type is {dpo.loss_type}: take it out"
             )
+        for key, why in (("average_log_probs", "always takes means"), ("reference_free", "has no reference")):
+            if getattr(dpo, key) and dpo.loss_type == "simpo":
+                faults.append(f"dpo.{key} does nothing with dpo.loss_type simpo, which {why}: take it out")
         if dpo.simpo_gamma != DPOConfig().simpo_gamma and dpo.loss_type != "simpo":
             faults.append(f"dpo.simpo_gamma is for simpo, and dpo.loss_type is {dpo.loss_type}: take it out")
     return faults

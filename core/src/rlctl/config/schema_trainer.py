@@ -20,7 +20,10 @@ class GuardsConfig(Strict):
         description="Stop when the mean |p_rollout - p_trainer| of the check is larger. Under 0.005 is normal.",
     )
     weight_fingerprint: bool = Field(default=True, description="Compare fingerprints of the weights after each sync.")
-    nonfinite_step_budget: CountOrZero = Field(default=3, description="Stop after this many non-finite steps in a row.")
+    nonfinite_step_budget: CountOrZero = Field(
+        default=3,
+        description="Stop after more than this many steps in a row with a loss or gradient that is not finite.",
+    )
 
 
 class TrainerConfig(Strict):

@@ -123,5 +123,5 @@ class ActorRole:
             "actor/num_micro_batches": float(out.num_micro_batches),
             "actor/num_padding_micro_batches": float(out.num_padding),
         }
-        self.budget.note(out.step, mini)
+        self.budget.note(out.step, mini, out.loss)
         return metrics

@@ -70,7 +70,7 @@ class CriticRole:
         mode = self.config.loss_agg_mode
         mini = mini.with_items(item_weight=item_weights(mini, mode, norm_length=self.norm_length))
         out = self.engine.train_batch(mini, ValueLoss(self.config.value_clip), self.plan, mode, self.norm_length)
-        self.budget.note(out.step, mini)
+        self.budget.note(out.step, mini, out.loss)
         weight = out.sums["_weight"]
         # What an engine says of itself (padding) is not the critic's alone. Where no token is trained nothing was seen: a zero
         # would read as a measurement.

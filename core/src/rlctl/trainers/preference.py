@@ -9,6 +9,7 @@ P pairs of a batch, 2 P rows in the order chosen, rejected, chosen, ...; N token
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -160,15 +161,19 @@ class PairTrainer:
         scored = self.engine.infer_batch(batch, self.plan, (self.objective.read,))[self.objective.read]
         rows = row_sums(batch, scored)
         found, slope = slopes(losses, rows)
+        loss = found.loss.mean().item()
+        if not math.isfinite(loss):
+            # Its slopes may be finite all the same; these are not, so that every engine leaves the step out.
+            slope = torch.full_like(slope, math.nan)
         update_at = time.perf_counter()
         ready = linearised(batch, slope, scored)
         out = self.engine.train_batch(ready, SlopeLoss(self.objective.read == "values"), self.plan)
         end = time.perf_counter()
-        self.budget.note(out.step, ready)
+        self.budget.note(out.step, ready, loss)
         return {
             "training/global_step": float(step),
             "training/epoch": float(self.sampler.epoch),
-            "train/loss": found.loss.mean().item(),
+            "train/loss": loss,
             **reward_metrics(found),
             **self.objective.describe(batch, rows),
             "train/grad_norm": out.step.grad_norm,

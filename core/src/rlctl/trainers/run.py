@@ -192,6 +192,8 @@ class Runner:
             for step in range(start + 1, self.total_steps + 1):
                 metrics = self._step(trainer, step)
                 last = step == self.total_steps
+                if last:
+                    trainer.budget.require_finite()
                 if trainer.val_rows and (last or (cfg.test_freq and step % cfg.test_freq == 0)):
                     metrics |= self._validate(trainer, step, result)
                 result.steps, result.last = step, metrics

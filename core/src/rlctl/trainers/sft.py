@@ -89,7 +89,7 @@ class SFTTrainer:
             batch, CrossEntropyLoss(), self.plan, config.actor.loss_agg_mode, config.data.max_response_length
         )
         elapsed = time.perf_counter() - start
-        self.budget.note(out.step, batch)
+        self.budget.note(out.step, batch, out.loss)
         return {
             "training/global_step": float(step),
             "training/epoch": float(self.sampler.epoch),

@@ -138,6 +138,7 @@ def supervised_start(
                 and metrics.get("val/score/mean", -math.inf) >= settings.stop_at_score
             ):
                 break
+    trainer.budget.require_finite()
     (dest / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in log))
     last = log[-1]
     score = f", sampled score {last['val/score/mean']:.3f}" if "val/score/mean" in last else ""
