@@ -310,6 +310,28 @@ def test_a_run_without_a_finite_step_is_no_success(tmp_path: Path, monkeypatch: 
         ("hinge", "dpo.simpo_gamma=0.1", "dpo.simpo_gamma is for simpo"),
         ("sigmoid", "actor.entropy_coeff=0.1", "actor.entropy_coeff has nothing to do in DPO"),
         ("rm", "actor.use_kl_loss=true", "actor.use_kl_loss has nothing to do in the training of a reward model"),
+        ("sigmoid", "rollout.n=8", "rollout.n has nothing to do in DPO: take it out, or set trainer.type to rl"),
+        (
+            "rm",
+            "rollout.val_kwargs.temperature=0.5",
+            "rollout.val_kwargs.temperature has nothing to do in the training of a",
+        ),
+        ("rm", "actor.ppo_epochs=3", "actor.ppo_epochs has nothing to do in the training of a reward model"),
+        ("hinge", "actor.loss_agg_mode=seq-mean-token-mean", "actor.loss_agg_mode has nothing to do in DPO"),
+        ("ipo", "actor.policy_loss.clip_ratio_low=0.1", "actor.policy_loss.clip_ratio_low has nothing to do in DPO"),
+        ("sigmoid", "algorithm.adv_estimator=rloo", "algorithm.adv_estimator has nothing to do in DPO"),
+        (
+            "sigmoid",
+            "reward.components=[{name: length, args: {limit: 3}}]",
+            "reward.components has nothing to do in DPO",
+        ),
+        ("sigmoid", "guards.weight_fingerprint=false", "guards.weight_fingerprint has nothing to do in DPO"),
+        ("simpo", "ref.max_tokens_per_device=300", "ref.max_tokens_per_device has nothing to do in a loss without a"),
+        (
+            "rm",
+            "ref.max_tokens_per_device=300",
+            "ref.max_tokens_per_device has nothing to do in the training of a reward",
+        ),
         ("sigmoid", "critic={}", "critic has nothing to do in trainer.type dpo"),
     ],
 )
@@ -318,6 +340,24 @@ def test_what_has_no_meaning_is_refused(kind: str, override: str, what: str) -> 
     with pytest.raises(InvalidConfigError) as caught:
         load_config(recipe, [*TINY, *own, override], plugins=load_plugins())
     assert what in str(caught.value)
+
+
+def test_what_a_file_says_of_other_trainers_is_no_fault(tmp_path: Path) -> None:
+    """One file serves several trainers, and a run's own configuration has every key; null takes something out."""
+    plugins = load_plugins()
+    for kind in ("dpo", "rm"):
+        resolved = load_config("quickstart", ["warm_start=null"], {"algorithm": kind}, plugins)
+        assert resolved.config.reward.components
+        assert load_config("quickstart", [], {"algorithm": kind}, plugins).config.rollout.n == 16
+        written = tmp_path / f"{kind}.yaml"
+        written.write_text(load_config("quickstart", [], {"algorithm": kind}, plugins).to_yaml())
+        assert load_config(str(written), plugins=plugins).config.rollout.n == 16
+    load_config("dpo", [*TINY, "ref.max_tokens_per_device=300"], plugins=plugins)
+    load_config("quickstart", ["rollout.n=8"], plugins=plugins)
+    with pytest.raises(InvalidConfigError, match=r"reward\.components has nothing to do in DPO"):
+        load_config("quickstart", ["reward.components[0].weight=2.0"], {"algorithm": "dpo"}, plugins)
+    with pytest.raises(InvalidConfigError, match=r"rollout\.backend has nothing to do in DPO"):
+        load_config("dpo", [], {"rollout": "vllm"}, plugins)
 
 
 def test_a_backend_without_a_value_model_cannot_train_a_reward_model(monkeypatch: pytest.MonkeyPatch) -> None:

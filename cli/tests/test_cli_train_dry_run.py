@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,26 @@ def test_functions_of_ones_own_are_tried(
         assert code == 0, error
         assert "is complete: nothing was started" in error
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["own.py"]
+
+
+def test_pairs_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a run would refuse of its rows: which columns they have, and that they are fewer than a batch."""
+    pytest.importorskip("rlctl_fsdp")
+    monkeypatch.chdir(tmp_path)
+    row = {"question": "2+2=", "good": "4", "bad": "5"}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({**row, "good": str(i)}) + "\n" for i in range(6, 9)))
+    named = ["data.columns.chosen=good", "data.columns.rejected=bad"]
+    cases = {
+        "no column of chosen responses": ["data.train_batch_size=2"],
+        "data.train_batch_size": [*named, "data.train_batch_size=4"],
+        "is complete: nothing was started": [*named, "data.train_batch_size=3"],
+    }
+    for kind in ("dpo", "rm"):
+        for words, overrides in cases.items():
+            with pytest.raises(SystemExit) as caught:
+                main(["train", kind, "--data", "rows.jsonl", *overrides, "--dry-run"])
+            error = capsys.readouterr().err
+            assert words in error
+            assert "Traceback" not in error
+            assert caught.value.code == (0 if "complete" in words else 1), error
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]

@@ -29,7 +29,7 @@ import click
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Resolve and check the configuration, then stop. rlctl data check also reads the rows.",
+    help="Resolve and check the configuration, and of dpo and rm the rows, then stop. rlctl data check reads them for every trainer.",
 )
 @click.option("-q", "--quiet", is_flag=True, help="No progress, only the result.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object on stdout.")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rlctl.config.check import check
 from rlctl.config.document import Document, dotted, leaves
 from rlctl.config.engines import FOLLOWED, FOLLOWERS, resolve_engines
+from rlctl.config.idle_faults import idle_problems
 from rlctl.config.names import name_problems
 from rlctl.config.overrides import apply_flags, apply_overrides
 from rlctl.config.paths import resolve_paths
@@ -183,6 +184,7 @@ def examine(
     # What the reference takes from the actor is at fault there, and was reported there.
     problems += [fault for fault in faults if not fault.origin.startswith("as actor.")]
     problems += engines.problems
+    problems += [] if config is None else idle_problems(document, config)
     return Examined(config, tuple(problems), document, engines.models, base_dir, place.name, tuple(notices))
 
 

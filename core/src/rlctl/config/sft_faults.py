@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rlctl.config.schema import RunConfig
 
-_NAMES = {"sft": "SFT", "dpo": "DPO", "rm": "the training of a reward model"}
+TRAINER_WORDS = {"sft": "SFT", "dpo": "DPO", "rm": "the training of a reward model"}
 _KEYS = {
     "algorithm": (
         "filter_groups",
@@ -38,4 +38,6 @@ def supervised_faults(config: RunConfig) -> list[str]:
     ]
     given += [f"reward.{key}" for key in config.reward.shapes]
     given += ["rollout.environment"] * (config.rollout.environment is not None)
-    return [f"{path} has nothing to do in {_NAMES[kind]}: take it out, or set trainer.type to rl" for path in given]
+    return [
+        f"{path} has nothing to do in {TRAINER_WORDS[kind]}: take it out, or set trainer.type to rl" for path in given
+    ]
