@@ -155,3 +155,24 @@ def test_rollout_and_trainer_agree_in_bf16():
     flat = torch.tensor([p for c in done for p in c.log_probs])
     gap = (scored["log_probs"][torch.tensor([m for row in mask for m in row])].exp() - flat.exp()).abs().mean()
     assert gap < 0.005, gap
+
+
+def test_a_rollout_that_rests_leaves_the_device_and_comes_back_as_it_was() -> None:
+    rollout = Engine(HFRollout(), BackendKind.ROLLOUT, "hf")
+    rollout.build(Topology(), {"device": "cuda"}, {"config": CONFIG, "seed": 3, "dtype": "float32"}, None)
+    source = engine()
+    rollout.load_weights(((n, t.clone()) for n, t in source.export_weights()), 1)
+    source.shutdown()
+    del source
+    request = GenerateRequest([[5, 6, 7], [8, 9]], SamplingParams(max_tokens=8, temperature=0.0))
+    before = [c.token_ids for c in rollout.generate(request)]
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    assert rollout.release("weights", "kv")
+    freed = held - torch.cuda.memory_allocated()
+    assert rollout.info is not None
+    assert freed >= 4 * rollout.info.num_parameters
+    assert rollout.resume("weights", "kv")
+    assert [c.token_ids for c in rollout.generate(request)] == before
+    assert rollout.release("weights", "kv")
+    rollout.shutdown()

@@ -297,7 +297,6 @@ RULES: dict[str, Rule] = {
     "rollout.prompt_length": to("data.max_prompt_length"),
     "rollout.response_length": to("data.max_response_length"),
     "rollout.gpu_memory_utilization": left(_ROLLOUT_OWN),
-    "rollout.free_cache_engine": left(_ROLLOUT_OWN),
     "rollout.enforce_eager": left(_ROLLOUT_OWN),
     "rollout.max_num_batched_tokens": left(_ROLLOUT_OWN),
     "rollout.max_num_seqs": left(_ROLLOUT_OWN),

@@ -43,6 +43,11 @@ class RolloutConfig(Strict):
     share_weights: bool = Field(
         default=True, description="Generate from the training module itself where both live in one process (no copy)."
     )
+    free_cache_engine: bool = Field(
+        default=False,
+        description="Give back what the engine holds on its device while it does not sample, where it can: for a rollout that shares "
+        "its GPUs with training.",
+    )
     val_kwargs: ValSampling = Field(default_factory=ValSampling, description="How validation samples.")
     environment: EnvironmentConfig | None = Field(
         default=None, description="Conversations of several turns with an environment, instead of single completions."

@@ -41,6 +41,8 @@ def staleness_faults(config: RunConfig) -> Iterator[str]:
             f"{stale} samples while the update goes on, and the rollout shares the processes of pool {config.rollout.pool} with "
             f"{', '.join(shared)}: set rollout.pool=gen runtime.pools={{gen: {{nproc: 1}}}}"
         )
+    if config.rollout.free_cache_engine:
+        yield f"{stale} leaves the rollout no time to rest: take rollout.free_cache_engine out"
     estimator = ADVANTAGES.get(config.algorithm.adv_estimator)
     if estimator is not None and GREEDY in estimator.needs:
         yield (

@@ -17,6 +17,9 @@ from rlctl.sync import SyncReport
 
 Mode = Literal["sample", "greedy", "validate"]
 
+PARTS = ("weights", "kv")
+"""What a rollout engine may give back while it rests."""
+
 
 @dataclass
 class RolloutRole:
@@ -39,9 +42,40 @@ class RolloutRole:
     version: int = 0
     transfer: Transfer = field(default_factory=Transfer)
     episodes: Episodes | None = None
+    resting: frozenset[str] = frozenset()
+    """What the engine has given back."""
+    _told: bool = False
+
+    def rest(self) -> str | None:
+        """Give back what the engine holds on its device, until it samples or syncs again (``rollout.free_cache_engine``).
+
+        Returns:
+            Words for the user, the first time that nothing was freed.
+        """
+        if self.config.free_cache_engine and not self.resting:
+            if self.engine.release(*PARTS):
+                self.resting = frozenset(PARTS)
+            elif not self._told:
+                self._told = True
+                return "rollout.free_cache_engine: the rollout engine has nothing that it can give back here"
+        return None
+
+    def wake(self, *parts: str) -> None:
+        """Bring back those of ``parts`` that were given back; by default all."""
+        asked = [part for part in PARTS if part in self.resting and part in (parts or PARTS)]
+        if asked:
+            self.engine.resume(*asked)
+            self.resting -= set(asked)
 
     def sync(self, actor: RemoteEngine) -> SyncReport:
-        """Serve the actor's weights from here on."""
+        """Serve the actor's weights from here on. Keys and values of a resting engine come back when the weights are there, so that
+        the buckets in between do not need their room."""
+        self.wake("weights")
+        report = self._sync(actor)
+        self.wake()
+        return report
+
+    def _sync(self, actor: RemoteEngine) -> SyncReport:
         self.version += 1
         return actor.sync_to(
             self.engine,
@@ -69,19 +103,23 @@ class RolloutRole:
         self, prompts: Sequence[Sequence[int]], seed: int, on_progress: Callable[[int], None] | None = None
     ) -> list[Completion]:
         """``n`` completions a prompt under the training distribution; ``on_progress`` is told how many more are done."""
-        return self.engine.generate(GenerateRequest(prompts, self.params("sample", seed)), on_progress)
+        return self._generate(GenerateRequest(prompts, self.params("sample", seed)), on_progress)
 
     def greedy(
         self, prompts: Sequence[Sequence[int]], seed: int, on_progress: Callable[[int], None] | None = None
     ) -> list[Completion]:
         """The most probable completion of each prompt, token by token."""
-        return self.engine.generate(GenerateRequest(prompts, self.params("greedy", seed)), on_progress)
+        return self._generate(GenerateRequest(prompts, self.params("greedy", seed)), on_progress)
 
     def validate(
         self, prompts: Sequence[Sequence[int]], seed: int, on_progress: Callable[[int], None] | None = None
     ) -> list[Completion]:
         """Completions under ``rollout.val_kwargs`` (greedy unless set otherwise)."""
-        return self.engine.generate(GenerateRequest(prompts, self.params("validate", seed)), on_progress)
+        return self._generate(GenerateRequest(prompts, self.params("validate", seed)), on_progress)
+
+    def _generate(self, request: GenerateRequest, on_progress: Callable[[int], None] | None = None) -> list[Completion]:
+        self.wake()
+        return self.engine.generate(request, on_progress)
 
     def converse(
         self,
@@ -97,6 +135,6 @@ class RolloutRole:
             DataError: the environment fails, or the chat template cannot carry a conversation.
         """
         if self.episodes is not None:
-            return self.episodes.run(rows, self.params(mode, seed), self.engine.generate, on_progress)
+            return self.episodes.run(rows, self.params(mode, seed), self._generate, on_progress)
         prompts = [encoder.prompt_ids(row) for row in rows]
         return prompts, getattr(self, mode)(prompts, seed, on_progress)

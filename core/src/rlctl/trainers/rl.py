@@ -126,6 +126,8 @@ class RLTrainer:
         gathered = gather(self, step, timer)
         rollout, self.staleness = gathered.rollout, gathered.staleness
         batch, inputs = self.advantage_inputs(self.pack(rollout), rollout, step, timer)
+        if (note := self.rollout.rest()) is not None:
+            self.context.reporter.message(note)
         with timer("adv"):
             batch = self.advantages(batch, rollout.rewards, inputs)
         scores = torch.tensor(rollout.scores, dtype=torch.float64)

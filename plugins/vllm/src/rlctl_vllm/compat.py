@@ -242,6 +242,21 @@ def reset_prefix_cache(llm: LLM) -> bool:
     return bool(llm.reset_prefix_cache())
 
 
+SLEEP_TAGS = {"weights": "weights", "kv": "kv_cache"}
+"""Part of :func:`rlctl_release` -> vLLM's word for it."""
+
+
+def sleep(llm: LLM) -> None:
+    """Weights to the host's memory, keys and values forgotten (level 1): what a reload leaves as it is must come back."""
+    llm.sleep(level=1)
+
+
+def wake(llm: LLM, tags: list[str]) -> None:
+    """Give back the device memory of ``tags``."""
+    if tags:
+        llm.wake_up(tags=tags)
+
+
 def clear_cache(llm: LLM) -> None:
     """Zeros in place of all keys and values, also of those that no row refers to any more."""
 

@@ -28,6 +28,11 @@ class VLLMConfig(Strict):
         description="Share of a GPU that vLLM may take, weights and cache together, where kv_cache_mib is unset. A "
         "training engine in the same process needs the rest.",
     )
+    enable_sleep_mode: bool = Field(
+        default=False,
+        description="On a GPU: take memory that can be given back between rollouts (rollout.free_cache_engine). On a CPU vLLM has no "
+        "such memory.",
+    )
     max_model_len: PositiveInt | None = Field(
         default=None,
         description="Longest prompt and completion together, in tokens. Unset: the positions of the model.",

@@ -133,6 +133,7 @@ class VLLMRollout:
             "gpu_memory_utilization": cfg.gpu_memory_utilization,
             "kv_cache_memory_bytes": None if cache is None else cache * 1024**2,
             "seed": cfg.seed,
+            **({"enable_sleep_mode": True} if cfg.enable_sleep_mode and not on_cpu else {}),
             "disable_log_stats": True,
             "tensor_parallel_size": self.topology.tp,
             "distributed_executor_backend": "uni" if self.topology.world_size == 1 else "external_launcher",
@@ -229,11 +230,16 @@ class VLLMRollout:
 
     @hookimpl
     def rlctl_release(self, parts: Sequence[str]) -> bool:
-        """Nothing is freed: vLLM's sleep does nothing on a CPU, and on a GPU it is not used here yet."""
-        return False
+        """vLLM's sleep: weights go to the host, keys and values are forgotten; never one of the two alone. On a CPU nothing is freed."""
+        if not self.settings.enable_sleep_mode or self.device.type == "cpu" or not {"weights", "kv"} <= set(parts):
+            return False
+        compat.sleep(self._built()[0])
+        return True
 
     @hookimpl
     def rlctl_resume(self, parts: Sequence[str]) -> bool:
+        if self.settings.enable_sleep_mode and self.device.type != "cpu":
+            compat.wake(self._built()[0], [tag for part, tag in compat.SLEEP_TAGS.items() if part in parts])
         return True
 
     # ---- generation -------------------------------------------------------------------------------------------
