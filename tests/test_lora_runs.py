@@ -16,8 +16,12 @@ from rlctl.config.load import load_config
 from rlctl.config.schema_lora import LoraConfig, reference_is_base
 from rlctl.errors import RlctlError
 from rlctl.plugins import load_plugins
+from rlctl.rundir import RunDirectory
+from rlctl.runs import describe
 from rlctl.trainers import build
 from rlctl.trainers.run import Runner
+from rlctl_cli.commands.runs import summary_lines
+from rlctl_cli.summary import summary
 
 peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'rlctl-plugin-fsdp[lora]'")
 
@@ -121,6 +125,12 @@ def test_sft_trains_adapters(tmp_path):
     result = train(tmp_path / "run", *LORA[:1], "actor.optim.lr=2e-2", *steps)
     assert result.history[-1]["train/loss"] < result.history[0]["train/loss"] - 0.1
     assert (tmp_path / "run" / "export_adapter" / "adapter_config.json").is_file()
+    assert summary(result)["export_adapter"] == str(tmp_path / "run" / "export_adapter")
+    shown = describe(RunDirectory.open(tmp_path / "run"))
+    assert shown["files"]["export_adapter"] == str(tmp_path / "run" / "export_adapter")
+    lines = dict(summary_lines(shown))
+    assert lines["adapters"] == "LoRA of rank 4, alpha 32.0, on q_proj, v_proj, down_proj"
+    assert "export_adapter" in lines["files"]
 
 
 def test_the_pages_configuration_is_one(tmp_path):
@@ -133,6 +143,23 @@ def test_the_pages_configuration_is_one(tmp_path):
     assert reference_is_base(config)
     table = page.partition("| key | default")[2].partition("\n\n")[0]
     assert set(re.findall(r"`(\w+)`", table)) >= set(LoraConfig.model_fields) - {"use_rslora"}
+
+
+@pytest.mark.parametrize(
+    ("typed", "taken"),
+    [
+        ("q_proj", ["q_proj"]),
+        ("self_attn.q_proj", ["self_attn.q_proj"]),
+        ("[q_proj, v_proj]", ["q_proj", "v_proj"]),
+        ("all-linear", "all-linear"),
+        (r".*\.(q|v)_proj", r".*\.(q|v)_proj"),
+        ("'[qv]_proj'", "[qv]_proj"),
+    ],
+)
+def test_targets_on_the_command_line_are_names_or_a_regular_expression(typed: str, taken: object) -> None:
+    config = load_config("quickstart", [f"model.lora.target_modules={typed}", "warm_start.lora=false"]).config
+    assert config.model.lora is not None
+    assert config.model.lora.target_modules == taken
 
 
 def test_targets_that_do_not_fit_stop_the_run_in_words(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from rlctl import catalogue
 from rlctl.config.problems import InvalidConfigError
 from rlctl.config.schema import ModelConfig, RunConfig
 from rlctl.constraints import ModelFacts
+from rlctl.errors import ConfigError
 from rlctl.evidence import EvidenceBook, Proof
 from rlctl.plan import layout, planner
 from rlctl.plan.backends import Choice, Needs, rank_backends
@@ -26,6 +28,7 @@ from rlctl.plan.report import plan_to_json
 from rlctl.plan.request import Request, find_spec, ranks_of, read_request, with_world_size
 from rlctl.plan.shapes import FAMILIES
 from rlctl.plan.source import find_model
+from rlctl.plan.targets import require_targets
 from rlctl.plugins import PluginEntry, PluginSet, Stage
 from rlctl.records import (
     Axis,
@@ -84,6 +87,23 @@ def test_adapters_take_no_second_model_and_their_own_optimizer_alone() -> None:
     out = {choice.name: choice.reasons for choice in found.train_backends}
     assert out["fsdp2"] == ()
     assert all("trains no adapters (model.lora)" in out[name] for name in ("megatron", "veomni"))
+
+
+@pytest.mark.parametrize(
+    ("lora", "hint"),
+    [
+        ({"target_modules": ["w_proj"]}, "model.lora.target_modules=all-linear"),
+        ({"target_modules": "q_proj"}, "model.lora.target_modules=[q_proj]"),
+        ({"target_modules": ["q_proj"], "exclude_modules": ["self_attn.q_proj"]}, "all-linear"),
+    ],
+)
+def test_adapters_on_no_layer_are_refused(lora: dict[str, Any], hint: str) -> None:
+    [refusal] = plan(model={"lora": lora}).refusals
+    assert refusal.where == "model.lora.target_modules"
+    assert "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj" in refusal.what
+    assert hint in refusal.nearest[0]
+    with pytest.raises(ConfigError, match=re.escape(hint)):
+        require_targets(request(model={"lora": lora}).config.model)
 
 
 # ---- whole plans ------------------------------------------------------------------------------------------------------------

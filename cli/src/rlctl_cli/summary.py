@@ -57,6 +57,7 @@ def summary(result: RunResult) -> dict[str, Any]:
         "validation": validation,
         "best_step": result.best_step,
         "export": str(result.path / "export"),
+        "export_adapter": str(adapter) if (adapter := result.path / "export_adapter").is_dir() else None,
     }
 
 
@@ -81,4 +82,7 @@ def print_summary(result: RunResult) -> None:
     console().print(table)
     if data["metrics"].get("critic/vf_explained_var", {}).get("last_tenth") is not None:
         click.echo("critic/vf_explained_var: 0 is as good as a constant, 1 all of the returns")
-    click.echo(f"\nrun     {data['run']}\nmodel   {data['export']}\nreport  rlctl report {shlex.quote(data['run'])}")
+    adapter = "" if data["export_adapter"] is None else f"\nadapter {data['export_adapter']}"
+    click.echo(
+        f"\nrun     {data['run']}\nmodel   {data['export']}{adapter}\nreport  rlctl report {shlex.quote(data['run'])}"
+    )

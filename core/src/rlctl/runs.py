@@ -140,13 +140,16 @@ def describe(run: RunDirectory) -> dict[str, Any]:
         "samples": run.samples_path,
         "tensorboard": run.tensorboard,
         "export": run.export,
+        "export_adapter": run.adapters_of(run.export),
         "best": run.best,
+        "best_adapter": run.adapters_of(run.best),
         "warm_start": run.warm_start,
         "report": run.path / "report.html",
     }
     return {
         "run": asdict(summarise(run)),
         "manifest": run.manifest(),
+        "lora": _lora(run),
         "metrics": statistics(metrics),
         "damaged_lines": metrics.damaged,
         "checkpoints": [
@@ -155,6 +158,17 @@ def describe(run: RunDirectory) -> dict[str, Any]:
         ],
         "files": {name: str(path) for name, path in places.items() if path.exists()},
     }
+
+
+def _lora(run: RunDirectory) -> dict[str, Any] | None:
+    """The section ``model.lora`` of a run's configuration; None where it trained every weight, or none can be read."""
+    try:
+        found: Any = yaml.safe_load(run.config_path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    model = found.get("model") if isinstance(found, dict) else None
+    lora = model.get("lora") if isinstance(model, dict) else None
+    return lora if isinstance(lora, dict) else None
 
 
 def statistics(metrics: Metrics) -> dict[str, dict[str, Any]]:

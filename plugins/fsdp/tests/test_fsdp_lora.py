@@ -214,7 +214,7 @@ def test_a_checkpoint_holds_adapters_and_goes_on_bit_equal(engine, tmp_path):
     [
         (lambda: section() | {"seed": 4}, "adapters on another base model"),
         (lambda: model_section("llama", seed=3), "adapters in the checkpoint, none here"),
-        (lambda: section(rank=8), r"lora_A.default.weight \[4, 32\]"),
+        (lambda: section(rank=8), r"found:   model.lora.rank=8\n +wanted:  model.lora.rank=4"),
     ],
 )
 def test_a_checkpoint_of_another_base_or_rank_is_refused(engine, tmp_path, other, found):
@@ -246,6 +246,9 @@ def test_target_modules_are_names_or_a_regular_expression():
         ("llama", ["lm_head"], "matches lm_head, a Linear"),
         ("llama", ["embed_tokens"], "a Embedding"),
         ("llama", "q_proj", "'q_proj' matches no layer"),
+        ("llama", "q_proj", "next:    model.lora.target_modules=[q_proj]: text alone is a regular expression"),
+        ("llama", ["lm_head"], "the head, which takes no adapter, as the loss reads its weight by itself"),
+        ("llama", r"model\.layer\..*_proj", r"'model\.layer\..*_proj' matches no layer"),
         ("llama", "*proj", "no regular expression"),
         ("qwen3-moe", ["q_proj", "gate_proj"], "one tensor for all of them"),
         ("qwen3-moe", ["gate"], "a Qwen3MoeTopKRouter"),

@@ -153,6 +153,7 @@ def summary_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("started", str(run["started"] or "-")),
         ("took", write_duration(run["duration_s"])),
         ("model", str(run["model"] or "-")),
+        ("adapters", _adapters(data.get("lora"))),
         ("task", str(run["task"] or "-")),
         ("algorithm", " / ".join(str(manifest[k]) for k in ("algorithm", "backend", "rollout") if manifest.get(k))),
         ("device", " ".join(str(device[k]) for k in ("type", "name") if device.get(k))),
@@ -165,6 +166,14 @@ def summary_lines(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("command", str(manifest.get("command_line", ""))),
     ]
     return [(label, text) for label, text in lines if text]
+
+
+def _adapters(lora: Mapping[str, Any] | None) -> str:
+    if lora is None:
+        return ""
+    targets = lora.get("target_modules")
+    shown = ", ".join(map(str, targets)) if isinstance(targets, list) else str(targets)
+    return f"LoRA of rank {lora.get('rank')}, alpha {lora.get('alpha')}, on {shown}"
 
 
 def _checkpoint(entry: Mapping[str, Any]) -> str:

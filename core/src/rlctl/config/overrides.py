@@ -12,7 +12,14 @@ from typing import Any
 
 from rlctl.config.document import Document, Loc, Origin, PlaceError, dotted
 from rlctl.config.problems import Problem
-from rlctl.config.schema_paths import accepts_text_list, accepts_text_only, annotation_at, describe, wanted
+from rlctl.config.schema_paths import (
+    accepts_text_list,
+    accepts_text_only,
+    accepts_text_too,
+    annotation_at,
+    describe,
+    wanted,
+)
 from rlctl.config.yaml_source import parse_value
 from rlctl.errors import ConfigError
 
@@ -141,8 +148,13 @@ def _value(raw: str, known: Any, loc: Loc, origin: Origin, problems: list[Proble
         problems.append(Problem(dotted(loc), str(origin), "the value is no YAML", error.found or "", hint=hint))
         return _UNREADABLE
     if known is not None and accepts_text_list(known) and isinstance(value, str):
-        return [value]
+        return value if accepts_text_too(known) and _is_no_name(raw) else [value]
     return value
+
+
+def _is_no_name(raw: str) -> bool:
+    """Of a setting that takes names in a list, or other text: text in quotes, or with what no name has (a regular expression)."""
+    return re.fullmatch(r"[\w.]+", raw) is None
 
 
 def _text(raw: str, known: Any) -> str | None:

@@ -53,6 +53,13 @@ def chosen_layers(names: Sequence[str], targets: str | Sequence[str], exclude: s
     return [name for name in chosen if name not in out]
 
 
+def names_hint(names: Iterable[str], targets: str | Sequence[str]) -> str | None:
+    """What to write where text that stands for a regular expression is a plain name of layers."""
+    if isinstance(targets, str) and targets and matching(names, [targets]):
+        return f"target_modules=[{targets}]: text alone is a regular expression for whole names, a list has names or their ends"
+    return None
+
+
 def _pattern_fault(pattern: object) -> str | None:
     if isinstance(pattern, str):
         try:

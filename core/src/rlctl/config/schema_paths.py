@@ -109,6 +109,13 @@ def accepts_text_list(annotation: Any) -> bool:
     return item is not None and variants(item) == [str]
 
 
+def accepts_text_too(annotation: Any) -> bool:
+    """True where text that is no list means something of its own."""
+    if isinstance(annotation, FieldInfo):
+        annotation = annotation.annotation
+    return str in variants(annotation)
+
+
 def wanted(field: Any, found: object = None) -> str:
     """What a field takes, in words: ``a whole number, at least 1``, ``one of auto, cpu, cuda, npu``.
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from rlctl.config.schema_lora import LoraConfig, chosen_layers
+from rlctl.config.schema_lora import LoraConfig, chosen_layers, names_hint
 from rlctl.plan.activations import Precision
 from rlctl.plan.memory import Item, Load, Moment, Setting
 from rlctl.plan.parameters import DTYPE_BYTES, LayerCount, ParameterCount
@@ -45,6 +45,18 @@ def count_adapters(shape: ModelShape, lora: LoraConfig) -> AdapterCount:
     except re.error:  # which the configuration's faults say
         chosen = []
     return AdapterCount(len(chosen), lora.rank * sum(sum(sizes[name]) for name in chosen), lora.rank)
+
+
+def unmatched_targets(shape: ModelShape, lora: LoraConfig) -> tuple[str, str] | None:
+    """(what is wrong, the nearest thing that works) where adapters would be on no layer; None where some are."""
+    if count_adapters(shape, lora).num_layers:
+        return None
+    names = list(dict.fromkeys(name.rpartition(".")[2] for name, _, _ in _linears(shape)))
+    targets = lora.target_modules
+    shown = targets if isinstance(targets, str) else ", ".join(targets)
+    what = f"target_modules {shown} without exclude_modules {lora.exclude_modules}" if lora.exclude_modules else shown
+    hint = names_hint([name for name, _, _ in _linears(shape)], targets) or "target_modules=all-linear"
+    return f"{what} matches no linear layer of the model, which are {', '.join(names)}", hint
 
 
 def _linears(shape: ModelShape) -> Iterator[tuple[str, int, int]]:

@@ -12,6 +12,7 @@ from rlctl.data.lengths import positions_in, surely_beyond
 from rlctl.data.readers import count_rows, split_files
 from rlctl.errors import DataError
 from rlctl.evidence import EvidenceBook
+from rlctl.plan.adapters import unmatched_targets
 from rlctl.plan.arithmetic import Line, pair_lines, rl_lines, sft_lines, warm_start_lines
 from rlctl.plan.backends import Choice, Needs, rank_backends
 from rlctl.plan.budget import MemoryPlan, plan_memory
@@ -67,6 +68,7 @@ def make_plan(request: Request, plugins: PluginSet, book: EvidenceBook) -> Plan:
     beyond = None if source.config is None else surely_beyond(config.data, positions_in(source.config))
     if config.trainer.type == "rl" and beyond is not None:
         refusals.append(Refusal("data.max_response_length", f"{beyond.what} (at least {beyond.found})", (beyond.next,)))
+    refusals += _adapter_refusals(request, size)
     actor = next((lay for lay in layouts if lay.role == "actor"), None)
     topology = None if actor is None else actor.topology
     dp_size = 1 if topology is None else topology.dp_size
@@ -97,6 +99,15 @@ def make_plan(request: Request, plugins: PluginSet, book: EvidenceBook) -> Plan:
         if config.trainer.type == "rl"
         else (),
     )
+
+
+def _adapter_refusals(request: Request, size: ModelSize) -> list[Refusal]:
+    lora = request.config.model.lora
+    unmatched = None if lora is None or size.shape is None else unmatched_targets(size.shape, lora)
+    if unmatched is None:
+        return []
+    what, hint = unmatched
+    return [Refusal("model.lora.target_modules", what, (f"model.lora.{hint}",))]
 
 
 def _ranked(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from rlctl.algorithms.table import ADVANTAGES, POLICY_LOSSES
 from rlctl.data.rewards import build_reward
+from rlctl.plan.targets import require_targets
 from rlctl.trainer_kinds import PAIR_TRAINERS
 
 if TYPE_CHECKING:
@@ -16,15 +17,16 @@ if TYPE_CHECKING:
 
 def try_functions(resolved: ResolvedConfig, plugins: PluginSet | None) -> None:
     """For RL the estimator and the policy loss where they are not rlctl's own, the rewards, and the environment on a few rows: as a
-    run does at its start. Of pairs the rows are read.
+    run does at its start. Of pairs the rows are read. First the targets of adapters, by the model's config.
 
     Imports torch only for an estimator or a loss that is not rlctl's own, and with the tokenizer that an environment needs.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is none of that name; or adapters would be on no layer.
         AlgorithmError, DataError: one does not load, or fails on a few made-up rows; rows are no pairs, or fewer than a batch.
     """
     config = resolved.config
+    require_targets(config.model)
     if config.trainer.type in PAIR_TRAINERS:
         _try_pairs(config)
     if config.trainer.type != "rl":

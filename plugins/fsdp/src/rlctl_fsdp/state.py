@@ -57,6 +57,7 @@ def save_state(
             "world_size": world_size,
             "has_moments": _has_moments(stepper),
             "base": base,
+            "lora_rank": _lora_rank(stepper),
         }
         (path / _NUMBERS).write_text(json.dumps(numbers, indent=1))
     if world_size > 1:
@@ -81,6 +82,14 @@ def load_state(
             next=f"resume with --nproc {numbers['world_size']}",
         )
     _same_base(numbers.get("base"), base)
+    stored, mine = numbers.get("lora_rank"), _lora_rank(stepper)
+    if stored is not None and mine is not None and stored != mine:
+        raise CheckpointError(
+            "the checkpoint's adapters have another rank",
+            found=f"model.lora.rank={mine}",
+            wanted=f"model.lora.rank={stored}, which the run began with",
+            next=f"resume with model.lora.rank={stored}, or begin a new run",
+        )
     targets = _weights(root, stepper, base)
     moments = _empty_moments(stepper) if numbers["has_moments"] else {}
     for name, state in moments.items():
@@ -98,6 +107,11 @@ def load_state(
 def _weights(root: Root, stepper: Stepper, base: str | None) -> dict[str, Any]:
     held = persistent_tensors(root.model) if base is None else stepper.parameters
     return {f"model.{n}": t for n, t in held.items()}
+
+
+def _lora_rank(stepper: Stepper) -> int | None:
+    """The rank of the adapters; None where there are none."""
+    return next((int(p.shape[0]) for name, p in stepper.parameters.items() if ".lora_A." in name), None)
 
 
 def _same_base(stored: str | None, mine: str | None) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlctl.config.schema_lora import ALL_LINEAR, chosen_layers, matching
+from rlctl.config.schema_lora import ALL_LINEAR, chosen_layers, matching, names_hint
 from rlctl.errors import ConfigError, EngineError
 from rlctl_fsdp.plugin import LORA_HINT, LORA_REQUIREMENT
 
@@ -157,7 +157,9 @@ def choose_layers(
         _check_targets(model, targets, linears)
     chosen = chosen_layers(linears, targets, exclude)
     if not chosen:
-        raise _no_match(model, targets, linears, f"nothing is left of {targets!r} without {exclude!r}")
+        raise _no_match(
+            model, targets, linears, f"nothing is left of {_shown(targets)} without {_shown(exclude or [])}"
+        )
     kinds = {type(model.get_submodule(name)) for name in chosen}
     if Conv1D in kinds and len(kinds) > 1:
         raise _no_match(model, targets, linears, "layers whose weights lie both ways (Conv1D and Linear)")
@@ -181,7 +183,7 @@ def _check_targets(model: PreTrainedModel, targets: str | Sequence[str], linears
         except re.error as error:
             raise ConfigError(
                 "model.lora.target_modules is no regular expression",
-                found=f"{targets!r}: {error}",
+                found=f"'{targets}': {error}",
                 wanted="all-linear, a list of names, or a regular expression for whole names",
                 next="write a list for names: target_modules: [q_proj, v_proj]",
             ) from error
@@ -191,8 +193,18 @@ def _check_targets(model: PreTrainedModel, targets: str | Sequence[str], linears
         if matching(linears, wanted):
             continue
         hit = matching(others, wanted)
-        found = f"{pattern!r} matches {hit[0]}, a {type(model.get_submodule(hit[0])).__name__}" if hit else None
-        raise _no_match(model, targets, linears, found or f"{pattern!r} matches no layer")
+        found = f"'{pattern}' matches no layer"
+        if hit:
+            module = model.get_submodule(hit[0])
+            found = f"'{pattern}' matches {hit[0]}, a {type(module).__name__}"
+            if module is model.get_output_embeddings():
+                found += ": the head, which takes no adapter, as the loss reads its weight by itself"
+        raise _no_match(model, targets, linears, found)
+
+
+def _shown(patterns: str | Sequence[str]) -> str:
+    # Not by repr, which doubles the backslashes of a regular expression.
+    return f"'{patterns}'" if isinstance(patterns, str) else f"[{', '.join(patterns)}]"
 
 
 def _no_match(model: PreTrainedModel, targets: str | Sequence[str], linears: Sequence[str], found: str) -> ConfigError:
@@ -200,11 +212,14 @@ def _no_match(model: PreTrainedModel, targets: str | Sequence[str], linears: Seq
     experts = ""
     if _has_fused_experts(model):
         experts = ". The experts of this model are one tensor for all of them, which takes no adapter"
+    next_step = "set model.lora.target_modules=all-linear" if targets != ALL_LINEAR else "take model.lora out"
+    if (hint := names_hint(linears, targets)) is not None:
+        next_step = f"model.lora.{hint}"
     return ConfigError(
         f"model.lora.target_modules does not fit {type(model).__name__}",
         found=found,
         wanted=f"linear layers inside the model: {', '.join(known) or 'it has none'}{experts}",
-        next="set model.lora.target_modules=all-linear" if targets != ALL_LINEAR else "take model.lora out",
+        next=next_step,
     )
 
 
