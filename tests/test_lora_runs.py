@@ -142,6 +142,14 @@ def test_the_pages_configuration_is_one(tmp_path):
     assert config.model.lora == LoraConfig(), "the page writes the defaults down"
     assert reference_is_base(config)
     table = page.partition("| key | default")[2].partition("\n\n")[0]
+    code = page.partition("```python\n")[2].partition("```")[0]
+    assert '.from_pretrained("runs/lora/warm_start/export")' in code
+    assert 'PeftModel.from_pretrained(base, "runs/lora/export_adapter")' in code
+    typed = re.search(r"'(model\.lora\.target_modules=\S+)'", page)
+    assert typed
+    adapters = load_config("quickstart", [typed[1], "warm_start.lora=false"]).config.model.lora
+    assert adapters is not None
+    assert adapters.target_modules == r".*\.(q|v)_proj"
     assert set(re.findall(r"`(\w+)`", table)) >= set(LoraConfig.model_fields) - {"use_rslora"}
 
 
