@@ -149,6 +149,7 @@ def test_a_resumed_control_says_whose_coefficient_goes_on() -> None:
     trainer: Any = SimpleNamespace(
         sampler=SimpleNamespace(load_state_dict=lambda state: None),
         rollout=SimpleNamespace(version=0),
+        ahead=None,
         actor=SimpleNamespace(budget=SimpleNamespace(in_a_row=0)),
         critic=None,
         rewards=made(0.3),
@@ -197,7 +198,7 @@ def filtering(made: ScoredRollout, metric: str, estimator: str) -> Any:
         builtin(AlgorithmKind.ADVANTAGE, estimator), whole.algorithm, [("x", 1.0), ("y", 1.0), ("idle", 0.0)]
     )
     rewards = RewardStage(whole.reward, whole.algorithm, 10)
-    return SimpleNamespace(context=SimpleNamespace(config=whole), rewards=rewards, advantages=advantages)
+    return SimpleNamespace(context=SimpleNamespace(config=whole), rewards=rewards, advantages=advantages, ahead=None)
 
 
 @pytest.mark.parametrize("metric", ["reward", "score"])
@@ -216,7 +217,7 @@ def test_prompts_whose_components_differ_teach_gdpo_though_their_sum_agrees(metr
 def test_a_metric_that_no_row_has_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     made = rollout([0.0, 1.0])
     made = replace(made, rewards=[RewardResult(s, {"exact_match": s, "exact_match/part": 0.0}) for s in made.scores])
-    monkeypatch.setattr(sampling, "_sample", lambda *_: made)
+    monkeypatch.setattr(sampling, "_sample", lambda *_: sampling._Batch(made, 0.0))
     for metric, words in (
         ("exact_match/prat", "no row has the reward component exact_match/prat"),
         ("exact_match/part", "no prompt of 10 generation batches has samples that differ in their exact_match/part"),
