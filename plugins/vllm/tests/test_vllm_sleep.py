@@ -12,7 +12,8 @@ import torch
 if find_spec("vllm") is None:
     pytest.skip("vllm is not installed (it has an environment of its own)", allow_module_level=True)
 
-from rlctl_vllm import compat
+from vllm import LLM
+
 from rlctl_vllm.config import VLLMConfig
 from rlctl_vllm.engine import VLLMRollout
 
@@ -21,7 +22,7 @@ def engine(device: str, *, enabled: bool) -> tuple[VLLMRollout, Any]:
     made = VLLMRollout()
     made.settings = VLLMConfig(enable_sleep_mode=enabled)
     made.device = torch.device(device)
-    llm = create_autospec(compat.LLM, instance=True)
+    llm = create_autospec(LLM, instance=True)
     made.llm, made._names = llm, create_autospec(object)
     return made, llm
 
