@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ import torch
 
 from rlctl import hookspecs
 from rlctl.batch import GROUP, PackedBatch, padding_like
+from rlctl.engine_adapters import SWITCH, require_switch, without_adapters
 from rlctl.engine_records import EngineInfo, MeshInfo, MicroOutput, StepOutput, TrainOutput
 from rlctl.errors import BatchError, EngineError
 from rlctl.first_items import rows_scored_from_the_start, scored_first_error
@@ -134,13 +135,7 @@ class Engine:
         An engine that refuses, or fails, is shut down before the error goes on.
         """
         self.model_type = ModelType(model.get("model_type", ModelType.LANGUAGE_MODEL))
-        if model.get("lora") and not self.provides("rlctl_set_adapters"):
-            raise EngineError(
-                f"the engine {self.name!r} trains no adapters: it would train every weight",
-                found="model.lora",
-                wanted="a backend that has rlctl_set_adapters",
-                next="take model.lora out, or another backend: rlctl capabilities",
-            )
+        require_switch(model, self.name, has=self.provides(SWITCH))
         model = {**model, "model_type": str(self.model_type)}
         try:
             with phase("init"):
@@ -283,24 +278,6 @@ class Engine:
                 wanted="a loss that returns the same names for every micro-batch, padding included",
             )
 
-    @contextmanager
-    def _without_adapters(self) -> Iterator[None]:
-        """The base model in the place of the adapted one.
-
-        Raises:
-            EngineError: there are no adapters: what answers would be the trained model itself.
-        """
-        if not (self.provides("rlctl_set_adapters") and self._hooks.rlctl_set_adapters(enabled=False)):
-            raise EngineError(
-                f"the engine {self.name!r} cannot score as its base model",
-                found="a model without adapters",
-                wanted="model.lora, which leaves the base as it was",
-            )
-        try:
-            yield
-        finally:
-            self._hooks.rlctl_set_adapters(enabled=True)
-
     def infer_batch(
         self, batch: PackedBatch, plan: MicroBatchPlan, want: Sequence[str] = ("log_probs",), *, base: bool = False
     ) -> dict[str, torch.Tensor]:
@@ -324,7 +301,7 @@ class Engine:
         check_scores(want, self.model_type, self.name)
         micro_batches, groups = self.micro_batches(batch, plan)
         self._hooks.rlctl_set_mode(train=False)
-        with self._without_adapters() if base else nullcontext():
+        with without_adapters(self._hooks, self.name, has=self.provides(SWITCH)) if base else nullcontext():
             outputs = self.forward_backward(micro_batches, ScoreLoss(tuple(want)), forward_only=True)
         starts = batch.cu_seqlens.tolist()
         result = {

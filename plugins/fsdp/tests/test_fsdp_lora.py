@@ -315,7 +315,7 @@ def test_adapters_that_change_nothing_are_refused(monkeypatch, break_it, only):
                 break_it(layer)
         return model
 
-    monkeypatch.setattr("rlctl_fsdp.engine.add_adapters", broken)
+    monkeypatch.setattr("rlctl_fsdp.rooted.add_adapters", broken)
     with pytest.raises(EngineError) as caught:
         build_engine(section())
     assert caught.value.what == (

@@ -31,12 +31,11 @@ from rlctl.parts.routing import Routing
 from rlctl.parts.values import ValueJob
 from rlctl.runtime.phases import beat
 from rlctl.topology import Topology
-from rlctl_fsdp import build, place, shard, state
+from rlctl_fsdp import build, place, rooted, state
 from rlctl_fsdp.config import FSDPConfig
 from rlctl_fsdp.export import export_weights
 from rlctl_fsdp.inspection import Inspection, Surroundings, inspect_model
 from rlctl_fsdp.lora.adapters import Adapters
-from rlctl_fsdp.lora.inject import add_adapters
 from rlctl_fsdp.lora.merge import is_adapter
 from rlctl_fsdp.optim import Stepper
 from rlctl_fsdp.phases import phase
@@ -83,7 +82,7 @@ class FSDPEngine:
         self._compute = build.compute_dtype(config.param_dtype, master, device)
         with phase("init"):
             lora = None if forward_only else model.get("lora")
-            self._root = self._build_root(model, lora)
+            self._root = rooted.build_root(model, lora, self._place, self._config, self._compute)
             hf = self._root.model
             if lora:
                 self._adapters = Adapters(hf, lora, model.get("path"), value=self._value)
@@ -108,23 +107,6 @@ class FSDPEngine:
             model_family=str(hf.config.model_type),
             notes=self._notes(),
         )
-
-    def _build_root(self, model: Mapping[str, Any], lora: Mapping[str, Any] | None) -> Root:
-        device, mesh, seed = self._place.device, self._place.mesh, int(model.get("seed") or 0)
-
-        def adapted(hf: PreTrainedModel) -> PreTrainedModel:
-            return add_adapters(hf, lora, seed) if lora else hf
-
-        if mesh is None:
-            root = Root(adapted(build.build_whole(model, seed)))
-            return root if device.type == "cpu" else root.to(device)
-        # Every rank starts from the empty structure; only rank 0 reads (or draws) weights, so the host holds them once.
-        root = Root(adapted(build.build_empty(model)))
-        source = shard.on_first_rank(lambda: adapted(build.build_whole(model, seed)))
-        reduce = torch.float32 if self._config.reduce_dtype == "auto" else build.DTYPES[self._config.reduce_dtype]
-        shard.shard(root, mesh, self._compute, reduce, self._config.reshard_after_forward)
-        shard.materialize(root, source, device)
-        return root
 
     def _inspect(self) -> Inspection:
         """Try the head and the packed path on whole weights."""
