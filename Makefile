@@ -9,7 +9,7 @@ VENVS ?= .venvs
 TEST_WORKERS ?= 2
 DISTS := core/pyproject.toml cli/pyproject.toml plugins/fsdp/pyproject.toml plugins/megatron/pyproject.toml plugins/mindspeed/pyproject.toml
 
-.PHONY: test-ascend test-veomni evidence-veomni test-vllm evidence-vllm evidence quickstart test test-backends lint bench bench-controller bench-quickstart bench-algorithms smollm2 docs-check clean help
+.PHONY: test-ascend test-veomni evidence-veomni test-vllm evidence-vllm evidence quickstart test test-backends lint bench bench-sync bench-controller bench-quickstart bench-algorithms smollm2 docs-check clean help
 
 help:
 	@echo "make quickstart        install and train the quickstart recipe, then write its report"
@@ -20,7 +20,8 @@ help:
 	@echo "make bench-quickstart  the quickstart with three seeds"
 	@echo "make bench-algorithms  eight algorithms on the quickstart's task, and their table in docs/algorithms.md"
 	@echo "make bench-controller  what the controller costs a step with 1,024 simulated ranks"
-	@echo "make bench             that, and the same GRPO work here and in TRL (installs TRL in an environment of its own)"
+	@echo "make bench-sync        what it costs to bring a policy to a rollout in other processes"
+	@echo "make bench             both, and the same GRPO work here and in TRL (installs TRL in an environment of its own)"
 
 # torch first and by itself: a later package must not choose its build.
 $(VENV)/.run: $(DISTS) constraints/base.txt
@@ -135,6 +136,11 @@ bench-controller: $(VENV)/.dev
 	$(BIN)/python bench/controller_cost.py
 	$(BIN)/python bench/group_split.py
 
-bench: bench-controller $(VENV)/.trl smollm2
+# Weights on their way to a rollout, for a model of 135M parameters: in one process, in shared memory, over gloo.
+bench-sync: $(VENV)/.run
+	$(BIN)/python bench/weight_transport.py --link host --shape 135m --dtype float32
+	$(BIN)/python bench/weight_transport.py --shape 135m --dtype float32
+
+bench: bench-controller bench-sync $(VENV)/.trl smollm2
 	$(BIN)/python bench/compare.py quickstart
 	$(BIN)/python bench/compare.py smollm2

@@ -174,7 +174,7 @@ def test_doctor_of_vllm_shows_distribution_transports_and_what_was_proved() -> N
     found = {check.name: check.found for check in report.checks}
     assert set(found) == {"evidence", "vllm", "vllm-transports", "vllm-changes"}
     assert re.search(r"vllm(-cpu)? \d+\.\d+\.\d+.*, for (cpu|cuda)", found["vllm"])
-    assert "in process, gloo between pools" in found["vllm-transports"]
+    assert "in process, shared_memory between pools of this host, gloo between pools" in found["vllm-transports"]
     words = re.match(r"vllm: parity of (\d+) topologies", found["evidence"])
     assert words is not None, found["evidence"]
     assert int(words[1]) >= 3

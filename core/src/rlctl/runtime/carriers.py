@@ -287,19 +287,6 @@ def _unplain(values: list[Any]) -> list[Any]:
     return [bytes.fromhex(v["hex"]) if isinstance(v, dict) else v for v in values]
 
 
-def room() -> str:
-    """What processes have in common that can map one another's memory: host, its processes' numbers, and user; empty where none can."""
-    if not hasattr(os, "memfd_create"):
-        return ""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        numbers = os.stat("/proc/self/ns/pid").st_ino
-        Path(f"/proc/{os.getpid()}/fd").stat()
-    except OSError:
-        return ""
-    return f"{boot}/{numbers}/{os.getuid()}"
-
-
 def _process_group(store: Any, end: LinkEnd, timeout: datetime.timedelta) -> Any:
     """The group itself, a backend's object: the process's default group is its pool's."""
     from torch._C._distributed_c10d import PrefixStore

@@ -9,9 +9,9 @@ from rlctl import device as devices
 from rlctl.declare import load_object
 from rlctl.plugins import PluginSet
 from rlctl.runtime import meeting
-from rlctl.runtime.carriers import room
 from rlctl.runtime.phases import phase
 from rlctl.runtime.records import Boot
+from rlctl.runtime.room import room
 from rlctl.runtime.transfer import LinkEnd, WeightLink, Whereabouts, offered
 
 

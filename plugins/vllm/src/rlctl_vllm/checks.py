@@ -6,6 +6,7 @@ import os
 import shutil
 
 from rlctl.records import CheckResult, CheckStatus
+from rlctl.runtime.room import room
 from rlctl_vllm import environment, plugin, versions
 
 
@@ -36,11 +37,15 @@ def check_transports() -> CheckResult:
     found = versions.installed()
     if not found:
         return CheckResult("vllm-transports", CheckStatus.SKIP, "vllm is not installed")
-    ways = ["in process", "gloo between pools"]
+    ways = ["in process"]
     if found[0].device == "cuda":
         # One look at a device file, as torch is not imported here.
         there = os.path.exists("/dev/nvidiactl") or shutil.which("nvidia-smi") is not None
-        ways.append("nccl between pools" if there else "nccl between pools (no NVIDIA driver is seen here)")
+        unseen = "" if there else " (no NVIDIA driver is seen here)"
+        ways += [f"cuda_ipc between pools on one GPU{unseen}", f"nccl between pools{unseen}"]
+    else:
+        ways += ["shared_memory between pools of this host"] if room() else []
+        ways.append("gloo between pools")
     return CheckResult("vllm-transports", CheckStatus.OK, ", ".join(ways))
 
 
