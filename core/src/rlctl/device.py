@@ -276,6 +276,17 @@ def synchronize(device: DeviceLike) -> None:
         _runtime(_type_of(device)).synchronize(_index(device))
 
 
+def collect_shared(device: DeviceLike) -> None:
+    """Take back memory that other processes had opened and have closed. Nothing to do where processes share none."""
+    if _type_of(device) == "cuda":
+        _runtime("cuda").ipc_collect()
+
+
+def current(device: DeviceLike) -> contextlib.AbstractContextManager[Any]:
+    """The device as the current one of its type, within a block."""
+    return contextlib.nullcontext() if _type_of(device) == "cpu" else _runtime(_type_of(device)).device(_index(device))
+
+
 def empty_cache(device: DeviceLike) -> None:
     """Give cached blocks back to the driver. Nothing to do on a CPU."""
     if _type_of(device) != "cpu":

@@ -21,6 +21,8 @@ from rlctl.userdirs import user_cache_dir
 Notice = Callable[[str], None]
 
 
+VALUE_BIAS = "score.bias"
+"""Checkpoint name that a value head may have beside its weight; rlctl's own have none."""
 _OTHER_HEADS = ("ForTokenClassification", "ForSequenceClassification", "ForQuestionAnswering", "ForMaskedLM")
 
 

@@ -14,13 +14,13 @@ from torch.nn import functional as F
 
 from rlctl.batch import PackedBatch
 from rlctl.logits import LossFn, LossOutput
+from rlctl.models import VALUE_BIAS as VALUE_BIAS
 from rlctl.parts.layout import Layout
 from rlctl.parts.outputs import detached
 from rlctl.parts.ulysses import assemble
 
 VALUE_HEAD = "score.weight"
 """Checkpoint name of the head's weight."""
-VALUE_BIAS = "score.bias"
 
 _STREAM = 0x76616C7565
 """Keeps the head's random numbers apart from those that the embedding is drawn from."""

@@ -252,14 +252,14 @@ class _IpcBuckets(_SharedBuckets):
     """Memory of one GPU, opened in its other processes through the CUDA runtime's handles (``cudaIpcGetMemHandle``)."""
 
     def _make(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
-        torch.cuda.ipc_collect()  # what the receivers of the sync before this one have given back
+        devices.collect_shared(self._end.device)  # what the receivers of the sync before this one have given back
         buffers = [torch.empty(self.size, dtype=torch.uint8, device=self.device) for _ in range(2)]
         return buffers, {"handles": [_plain(buffer.untyped_storage()._share_cuda_()) for buffer in buffers]}
 
     def _open(self, told: dict[str, Any]) -> list[torch.Tensor]:
         index = self.device.index
         buffers: list[torch.Tensor] = []
-        with torch.cuda.device(index):
+        with devices.current(self._end.device):
             for handle in told["handles"]:
                 # The first is the sender's number of the device, which may be another one here.
                 storage = torch.UntypedStorage._new_shared_cuda(index, *_unplain(handle)[1:])

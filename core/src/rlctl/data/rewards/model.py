@@ -168,7 +168,7 @@ def _load(path: str, folder: Path) -> Any:
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
     from rlctl.hf_quiet import quiet_transformers
-    from rlctl.parts.values import VALUE_BIAS
+    from rlctl.models import VALUE_BIAS
 
     try:
         config = AutoConfig.from_pretrained(str(folder))
